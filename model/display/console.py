@@ -68,6 +68,7 @@ PREFERENCE_FIELDS = {
     name: (name, LOSS)
     for name in (
         "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob",
+        "chosen_log_ratio", "rejected_log_ratio",
     )
 }  # fmt: skip
 # what the catalogue calls a number in the log line: (key in the record, format)

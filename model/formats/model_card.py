@@ -163,6 +163,8 @@ _LABELS = {
     "chosen_reward": "reward of the chosen response", "rejected_reward": "reward of the rejected response",
     "chosen_log_prob": "log-probability of the chosen response, nats a token",
     "rejected_log_prob": "log-probability of the rejected response, nats a token",
+    "chosen_log_ratio": "the same less the reference's, of the chosen response",
+    "rejected_log_ratio": "the same less the reference's, of the rejected response",
 }  # fmt: skip
 _READ = {  # {is_encoder_decoder: (transformers' class, what is the answer)}
     True: ("AutoModelForSeq2SeqLM", "output[0]"),

@@ -151,6 +151,11 @@ def test_a_step_cut_in_micro_batches_and_dealt_to_two_ranks_has_loss_and_gradien
         assert farthest(total, expected) < 1e-5
         assert float(sums[0] + sums[-1]) == pytest.approx(loss, rel=1e-5)
         assert float(sums[2]) == pytest.approx(float(sums[3] - sums[4]), abs=1e-4)
+        for place, name in enumerate(examples.objective.derived, start=7):
+            targets = examples.objective.form.target_tokens(examples.store, np.arange(NUM_PAIRS))[:, place - 7].sum()
+            moved = float(sums[place - 2]) - float(examples.store.values[name].sum() / targets)
+            assert examples.objective.metrics[place].endswith("_log_ratio"), "log-probability less the reference's"
+            assert float(sums[place]) == pytest.approx(moved, abs=1e-4)
 
 
 def test_dropout_draws_one_mask_for_a_source_and_one_for_each_target_however_a_step_is_cut(parts):
