@@ -1,4 +1,4 @@
-"""The texts of the catalogue that the scripts print: chat, tokenizer, progress, exports. See messages.py."""
+"""The texts of the catalogue that the scripts print: chat, tokenizer, progress, exports. See catalogue.py."""
 
 TOOLS = {
     "en": {

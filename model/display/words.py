@@ -1,4 +1,4 @@
-"""The texts of the catalogue beside the screen's: first and last words, warnings. See messages.py."""
+"""The texts of the catalogue beside the screen's: first and last words, warnings. See catalogue.py."""
 
 WORDS = {
     "en": {
