@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 
 from model.runtime.environment import explain_missing_packages
@@ -39,7 +38,7 @@ from fire.decorators import SetParseFn
 
 from model.commands.comparison import test_models
 from model.commands.decoding import choose_decoding
-from model.commands.ending import complete
+from model.commands.ending import complete, give_up
 from model.commands.evaluation import (
     TrainingLoss,
     ends_early,
@@ -140,23 +139,22 @@ def train_to_the_end(run, journal, state, plan):
     saver = Saver(run.ranks, run.dir, config.keep_latest_n_ckp, journal)  # waits for its last checkpoint
     screen = live(run.ranks, run.dir, config.screen, config.gpu_memory_limit_gb, config.tracker)
     with screen, Journal(samples) as samples, saver:
-        state, reason, drawing = train_and_save(run, journal, samples, saver, state, plan)
-    return state, reason, saver, drawing
+        state, stop, drawing = train_and_save(run, journal, samples, saver, state, plan)
+        if stop and not is_finished(run, state):  # a stop asked for in the last step changes nothing
+            return state, "asked", saver, None
+        return state, "finished", saver, drawing or start_last(run.dir, run.draws)
 
 
 def train_and_save(run, journal, samples, saver, state, plan):
-    """Train, evaluate and save; returns the last state, why that ended, and the process that draws the curves."""
+    """Train, evaluate and save; returns the last state, whether a stop was asked for, the process that draws curves."""
     config, schedule, pacing = run.config, run.schedule, Pacing(run.ranks.device, run.config.gpu_memory_limit_gb)
-    recent, saved_at, result, saves, training_loss = [], None, None, False, TrainingLoss()
-    recovery, drawing, draws = recovery_of(state.growth, plan), None, run.ranks.is_main and run.rules.draws_plots
-    context = run.context.with_graphs() if recovery.full.graphs else run.context
-    steps = train_steps(context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
+    recent, saved_at, result, saves, training_loss, drawing = [], None, None, False, TrainingLoss(), None
+    context, steps = steps_after(run, state, plan)
     try:
         state, stop = make_up_evaluation(run, journal, saver, state, plan)
-        last_step, is_over = run.total_steps(state), ends_early(run, state)
-        draws_at = max(last_step - LAST_STEPS, state.step + 1)
-        pairs = schedule.total_pairs, "pairs", state.pairs_seen  # steps may have had another size before a resume
-        with Progress("training", *pairs, shown=run.ranks.is_main) as progress:
+        is_over, draws_at = ends_early(run, state), max(run.total_steps(state) - LAST_STEPS, state.step + 1)
+        # in pairs, as steps may have had another size before a resume
+        with Progress("training", schedule.total_pairs, "pairs", state.pairs_seen, run.ranks.is_main) as progress:
             while not stop and not is_over and (result := next(steps, None)):
                 state = state.after(result)
                 recent.append(result)
@@ -167,7 +165,7 @@ def train_and_save(run, journal, samples, saver, state, plan):
                     recent = []
                 progress.update(result.pairs_seen, *pacing.after(result))
                 if result.step == draws_at:
-                    drawing = start_last(run.dir, draws)  # it loads its libraries meanwhile
+                    drawing = start_last(run.dir, run.draws)  # it loads its libraries meanwhile
                 saved_at = result.clock_seconds if saved_at is None else saved_at
                 is_late = result.clock_seconds - saved_at >= config.save_seconds
                 saves = saves or is_last or is_late or result.step % config.save_steps == 0
@@ -179,17 +177,21 @@ def train_and_save(run, journal, samples, saver, state, plan):
                     state, stop = evaluate(run, journal, saver, state, result.plan, training_loss.take())
                     is_over = ends_early(run, state) and not result.in_doubt
                     saves = True
-                if result.in_doubt:  # saving and stopping wait for a step with finite numbers
-                    stop = False
-                elif saves:
+                stop = stop and not result.in_doubt  # saving and stopping wait for a step with finite numbers
+                if saves and not result.in_doubt:
                     saver.save(state, run.model, run.optimizer)
                     saved_at, saves = result.clock_seconds, False
     except (NothingFits, TooManySkipped) as error:
         give_up(run, journal, saver, state, error, result)
         raise
-    if stop and not is_finished(run, state):  # a stop asked for in the last step changes nothing
-        return state, "asked", None
-    return state, "finished", drawing or start_last(run.dir, draws)
+    return state, stop, drawing
+
+
+def steps_after(run, state, plan):
+    """(their StepContext, an iterator over the StepResults of the steps after `state`)."""
+    recovery = recovery_of(state.growth, plan)
+    context = run.context.with_graphs() if recovery.full.graphs else run.context
+    return context, train_steps(context, Position(plan, state.step, state.pairs_seen, recovery, state.recent_norms))
 
 
 def make_ready_to_evaluate(run, context, saver, state, result):
@@ -198,18 +200,6 @@ def make_ready_to_evaluate(run, context, saver, state, result):
         context.graphs.clear()
     if not result.in_doubt:
         saver.save(state, run.model, run.optimizer)
-
-
-def give_up(run, journal, saver, state, error, last):
-    """Save `state`, unless the StepResult `last` left its weights in doubt, and write the failure to the journal."""
-    if last is None or not last.in_doubt:  # a doubtful checkpoint would replace a good one
-        saver.save(state, run.model, run.optimizer)
-    saver.join()
-    vote(run.ranks, 0)  # waits for rank 0 to write: a rank that fails ends the others
-    if isinstance(error, NothingFits):
-        tried = error.plan and asdict(error.plan)
-        journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
-    journal.write("stop", step=state.step, reason="failed")
 
 
 def finish(run, journal, state, reason, saver, drawing):

@@ -27,8 +27,8 @@ from model.runtime.terminal import printable_lines  # noqa: E402
 
 def main(words: list[str]) -> int:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="MODEL")
-    parser.add_argument("--output", required=True, metavar="DIR")
+    parser.add_argument("models", nargs="+", type=Path, metavar="MODEL")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR")
     options = parser.parse_args(words)
     try:
         count = write_average(options.models, options.output)

@@ -28,6 +28,7 @@ from model.display.console import padded  # noqa: E402
 from model.display.plots import plot_runs  # noqa: E402
 from model.display.run_report import rows_of  # noqa: E402
 from model.display.watch import watch  # noqa: E402
+from model.runtime.paths import check_path  # noqa: E402
 from model.runtime.terminal import printable  # noqa: E402
 
 WATCH_SECONDS = 10
@@ -108,6 +109,7 @@ def title(name: str) -> str:
 
 def checked(name: str) -> Path:
     """The run directory `name`. Raises ValueError if there is none."""
+    check_path(name)
     path = Path(name)
     if not ((path / "metrics.jsonl").exists() or (path / "run.lock").exists()):
         raise ValueError(f"no run in {name}: name a run directory, for example model_save/pretrain")

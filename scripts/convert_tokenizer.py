@@ -143,10 +143,10 @@ def _compare(converted, original, directory: Path) -> None:
 
 def main(words: list[str]) -> int:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory")
+    parser.add_argument("directory", type=Path)
     options = parser.parse_args(words)
     try:
-        print(convert(Path(options.directory)))
+        print(convert(options.directory))
     except (ValueError, RuntimeError, OSError) as error:
         print(printable_lines(str(error)), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

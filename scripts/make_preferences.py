@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
         make_preferences(chat, conversations, asking, draft, header, progress.update)
     counts = finish(draft, output)
     print("\n".join(report(output, counts, time.monotonic() - started, text)))
-    if said := describe_ignored(ignored):
+    if said := describe_ignored(ignored, lambda name: text(f"ignored.{name}")):
         print(said)
 
 

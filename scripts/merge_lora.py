@@ -31,14 +31,14 @@ from model.runtime.terminal import printable_lines  # noqa: E402
 REMEDY = "name a directory with adapter_config.json, or a run directory with one"
 
 
-def merge(path: str, output: str) -> str:
+def merge(path: Path, output: Path) -> str:
     """Write the merged model; returns what was done. Raises ValueError if there is no adapter or OUTPUT_DIR exists."""
-    if not Path(path).is_dir():
+    if not path.is_dir():
         raise ValueError(f"{path}: no such folder: {REMEDY}")
     directory = adapter_directory(path)
     if directory is None:
         raise ValueError(f"no adapter in {path}: {REMEDY}")
-    if Path(output).exists():
+    if output.exists():
         raise ValueError(f"{output} exists already: name another directory")
     weights = load_merged(directory)
     settings = directory / "generation_config.json"
@@ -50,8 +50,8 @@ def merge(path: str, output: str) -> str:
 
 def main(words: list[str]) -> int:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("adapter")
-    parser.add_argument("output")
+    parser.add_argument("adapter", type=Path)
+    parser.add_argument("output", type=Path)
     options = parser.parse_args(words)
     try:
         print(merge(options.adapter, options.output))

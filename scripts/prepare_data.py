@@ -1,9 +1,8 @@
 """Cleans data files and writes their conversations as one parquet file, with a count of what was dropped and why.
 
 python scripts/prepare_data.py IN... --output OUT.parquet [--validation_output VALID.parquet] [--validation_share 0.01]
-    [--prompt_column NAME] [--response_column NAME] [--max_chars 2048] [--max_context_chars 8192] [--single_turn]
-    [--encoding NAME]
-    [--report [--tokenizer_dir DIR] [--max_seq_len 256]] [--strict] [--overwrite]
+    [--prompt_column NAME] [--response_column NAME] [--encoding NAME] [--max_chars 2048] [--max_context_chars 65536]
+    [--single_turn] [--report [--tokenizer_dir DIR] [--max_seq_len 256]] [--strict] [--overwrite]
 
 Outputs are written atomically. A conversation is a row, in the columns `messages` and `tools`; where all are single
 pairs the columns are `prompt` and `response`, and where all rows are plain text, `text`. A hash of a conversation's
@@ -177,9 +176,7 @@ def refuse_result(inputs: list[Input], counts: list[int], share: float) -> None:
 
 def check_outputs(options: argparse.Namespace) -> list[Path]:
     """The files to write; raises ValueError if a path cannot be an output."""
-    outputs = dict(output=options.output)
-    if options.validation_output:
-        outputs["validation_output"] = options.validation_output
+    outputs = {name: path for name in ("output", "validation_output") if (path := getattr(options, name))}
     for name, output in outputs.items():
         if output.is_dir():
             raise ValueError(f"--{name}={output}: it is a folder; name a file, for example {output}/pairs.parquet")

@@ -4,8 +4,8 @@
 
 DIR is a model's directory, an adapter's, what scripts/export.py wrote, or a run directory (its best/, else its last/).
 What will be sent is listed first, then asked for. Checkpoints, token stores and logs are never sent. An adapter is sent
-with its base's name on the Hub in place of a directory. It needs a token: hf auth login. Exit codes: 0 sent or listed,
-2 refused, 1 the Hub or the network.
+with its base's name on the Hub in place of a directory; a model's card names what --base says that it was trained from.
+It needs a token: hf auth login. Exit codes: 0 sent or listed, 2 refused, 1 the Hub or the network.
 """
 
 import argparse
@@ -26,10 +26,12 @@ from model.runtime.terminal import printable, printable_lines  # noqa: E402
 
 def parse_options(words: list[str]) -> argparse.Namespace:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", metavar="DIR")
+    parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("repo", metavar="USER/NAME")
     parser.add_argument("--public", action="store_true", help="everybody may read it")
-    parser.add_argument("--base", default="", help="name of an adapter's base on the Hub, unless its cache tells")
+    parser.add_argument(
+        "--base", default="", help="name on the Hub of the model that was trained, unless its cache tells"
+    )
     parser.add_argument("--dry_run", action="store_true", help="list what would be sent, and send nothing")
     parser.add_argument("--yes", action="store_true", help="send without asking")
     return parser.parse_args(words)

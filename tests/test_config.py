@@ -66,7 +66,10 @@ def test_a_file_that_holds_no_json_object_is_refused_as_a_model(tmp_path, text):
         load_model_config(str(tmp_path / "model.json"))
 
 
-def test_an_unknown_size_of_a_model_is_refused_with_the_names_that_its_family_knows(tmp_path):
+def test_an_unknown_or_missing_size_of_a_model_is_refused_with_the_names_that_its_family_knows(tmp_path):
+    (tmp_path / "model.json").write_text('{"d_model": 8}')
+    with pytest.raises(ValueError, match="it lacks d_ff, num_heads, .*write a JSON object like"):
+        load_model_config(str(tmp_path / "model.json"))
     (tmp_path / "model.json").write_text('{"d_modle": 8}')
     with pytest.raises(ValueError, match='\'d_modle\': known are d_model, d_ff, .*"family": "qwen3"'):
         load_model_config(str(tmp_path / "model.json"))

@@ -1,7 +1,6 @@
 """The mean of several models of one kind: checkpoints of a run, or Hugging Face directories."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -50,10 +49,9 @@ def write_average(paths, output):
     Tokenizer and generation settings are those of the first. Raises ValueError unless they are two or more of the same
     names, shapes and tokenizer, and `output` is new.
     """
-    paths = [Path(path) for path in paths]
     if len(paths) < 2:
         raise ValueError(f"an average takes two or more models, and {len(paths)} is named: name another")
-    if Path(output).exists():
+    if output.exists():
         raise ValueError(f"--output={output} exists already: name another directory")
     sources = [_read(path) for path in paths]
     first = load_tokenizer(sources[0].tokenizer_dir)

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 
 from model.data.cleaning import REASONS
 from model.data.conversation import Document
-from model.data.file_request import IGNORED_WORDS, FileRequest, describe_ignored
+from model.data.file_request import FileRequest, describe_ignored
 from model.data.near_duplicates import SIMILARITY, Signatures
 from model.data.prepared import key_of, prompt_number
 from model.data.readers import read_items
@@ -117,7 +117,6 @@ def count_table(inputs: list) -> str:
 def print_problems(inputs: list) -> None:
     """Print what was left out: to stderr malformed rows and whole files, to stdout what no option asks for."""
     text = texts_here()
-    ignored = {name: text(f"ignored.{name}") for name in IGNORED_WORDS}
     for source in inputs:
         lines = [text("prepare.left_out", problem=problem) for problem in source.problems]
         if (others := source.counts["malformed"] - len(source.problems)) > 0:
@@ -129,7 +128,7 @@ def print_problems(inputs: list) -> None:
         for line in lines:
             print(f"prepare_data: {line}", file=sys.stderr)
         if source.ignored:
-            print(f"{source.path}: {describe_ignored(source.ignored, ignored)}")
+            print(f"{source.path}: {describe_ignored(source.ignored, lambda name: text(f'ignored.{name}'))}")
 
 
 def print_written(written: dict[Path, array]) -> None:

@@ -1,10 +1,14 @@
-"""What the end of a run without further steps may lack, because that was cut short."""
+"""The end of a run that cannot go on, and what that of a run without further steps may lack."""
+
+from dataclasses import asdict
 
 from model.commands.decoding import choose_decoding, decoding_line
 from model.commands.exporting import export_last, is_early
 from model.commands.run_events import say
+from model.memory.plan import NothingFits
 from model.run.journal import Journal, last_stop
 from model.run.run_dir import has_last
+from model.runtime.distributed import vote
 from model.runtime.laps import laps
 
 
@@ -26,3 +30,15 @@ def complete(run, state):
             journal.write("stop", step=state.step, reason="finished", early=early, startup=laps(), decoding=decoding)
     if decoding:
         say(run.ranks, decoding_line(run, decoding))
+
+
+def give_up(run, journal, saver, state, error, last):
+    """Save `state`, unless the StepResult `last` left its weights in doubt, and write the failure to the journal."""
+    if last is None or not last.in_doubt:  # a doubtful checkpoint would replace a good one
+        saver.save(state, run.model, run.optimizer)
+    saver.join()
+    vote(run.ranks, 0)  # waits for rank 0 to write: a rank that fails ends the others
+    if isinstance(error, NothingFits):
+        tried = error.plan and asdict(error.plan)
+        journal.write("oom", step=state.step + 1, where="anywhere", rank=None, before=tried, after=None)
+    journal.write("stop", step=state.step, reason="failed")

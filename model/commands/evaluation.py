@@ -99,7 +99,7 @@ def evaluate(run, journal, saver, state, plan, training_loss):
     values = losses | dict(overfit_gap=gap, evaluations_since_best=since_best, seconds=seconds)
     values |= dict(samples=samples_of(answers)) if answers else {}
     journal.write("eval", step=state.step, epoch=epoch, **scores, **values)
-    if ranks.is_main and run.rules.draws_plots and state.pairs_seen < run.schedule.total_pairs:
+    if run.draws and state.pairs_seen < run.schedule.total_pairs:
         draw_soon(run.dir)  # not at the end, when all is drawn once more
     failure = ""
     if is_best:

@@ -17,7 +17,7 @@ from model.formats.carried import (
     record_of,
     with_settings,
 )
-from model.formats.model_card import CardFacts, model_name
+from model.formats.model_card import CardFacts, hub_name
 from model.generate.sampling import sampling_from
 from model.nn.registry import config_values, family_of
 from model.run.journal import read_journal
@@ -110,7 +110,7 @@ def facts_of(run, state, scores):
         file="" if run.evaluation is None else file_names(run.evaluation.examples),
         scores={name: scores[name] for name in score_names(run) if math.isfinite(scores.get(name, math.nan))},
         optimizer=run.config.optimizer,
-        base=model_name(run.config.finetune_from_ckp_file) if run.config.finetune_from_ckp_file else "",
+        base=hub_name(run.config.finetune_from_ckp_file),
     )
 
 

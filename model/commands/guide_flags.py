@@ -1,5 +1,6 @@
 """Reads the command lines of LoRA guides: flags of transformers, PEFT and bitsandbytes become options of a run."""
 
+import os
 import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -196,8 +197,8 @@ def _find_data(reading, typed_as):
         paths = [file.path for file in data_files(source)]
     except ValueError:  # parse_options reports it
         return
-    reading.problems += [f"--{name} {path}: no such file or folder" for path in paths if not Path(path).exists()]
-    if Path(source).is_dir():
+    reading.problems += [f"--{name} {path}: no such file or folder" for path in paths if not os.path.exists(path)]
+    if os.path.isdir(source):
         _hold_out(reading, paths)
     if "validation_file" not in options:
         options["validation_file"] = ""

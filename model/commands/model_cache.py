@@ -1,8 +1,10 @@
 """Finds a model by its name on Hugging Face or ModelScope among what was downloaded before. Connects to nothing."""
 
+import os
 from pathlib import Path
 
 from model.data.hub_names import HUB_NAME, folder_for, how_to_download, modelscope_hub
+from model.runtime.paths import check_path
 
 MARKERS = ("config.json", "adapter_config.json")  # a model's directory has one of them
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -13,7 +15,8 @@ def find_model(name: str) -> str:
 
     Raises ValueError, with the places searched and the commands to download, if there is none or it has no weights.
     """
-    if Path(name).exists():
+    check_path(name)
+    if os.path.exists(name):
         return name
     if not HUB_NAME.fullmatch(name):
         raise ValueError(f"{name}: no such file or directory; a downloaded model is named as ORGANISATION/MODEL")
@@ -29,7 +32,7 @@ def find_model(name: str) -> str:
 
 def how_to_get(name: str) -> str:
     """What to type for an option that takes a directory, given a hub's name ORGANISATION/MODEL; "" for other texts."""
-    if "/" not in name or not HUB_NAME.fullmatch(name) or Path(name.split("/")[0]).exists():
+    if "/" not in name or not HUB_NAME.fullmatch(name) or os.path.exists(name.split("/")[0]):
         return ""
     try:
         return f"its download is in {find_model(name)}: type that directory"

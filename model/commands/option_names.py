@@ -12,6 +12,7 @@ from pathlib import Path
 
 from model.commands.scripts_zh import PARSER_ZH, SCRIPTS_ZH
 from model.display.catalogue import language_of
+from model.runtime.paths import check_path
 from model.runtime.terminal import printable
 
 MIN_SIMILARITY = 0.8  # of two names, from 0 to 1: a less similar suggestion misleads
@@ -172,8 +173,24 @@ def true_or_false(text):
     return text.lower() == "true"
 
 
+def _as_path(text):
+    """The Path of a word of the command line; raises argparse's error for one that no file can have."""
+    try:
+        check_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
+
+
 class ScriptParser(argparse.ArgumentParser):
-    """An ArgumentParser of scripts, with a Chinese help; it answers an unknown option with the most similar one."""
+    """An ArgumentParser of scripts, with a Chinese help; it answers an unknown option with the most similar one.
+
+    What has the type Path must be a path that a file can have.
+    """
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.register("type", Path, _as_path)
 
     def format_help(self):
         words = SCRIPTS_ZH.get(Path(self.prog).stem, {}) if language_of(os.environ) == "zh" else {}

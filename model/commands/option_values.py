@@ -5,8 +5,10 @@ from dataclasses import asdict, fields
 from types import SimpleNamespace
 
 from config import CHOICES, PRESETS, TrainConfig, problems_of_values, with_known_optimizer
+from model.runtime.paths import check_path
 
 PLACE = ("output_dir", "ddp_timeout_s")  # needed before the options that a run stores can be read on every rank
+PATHS = ("model", "finetune_from_ckp_file", "tokenizer_dir", "choices_file", "output_dir", "teacher")  # not of files
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -27,6 +29,7 @@ def as_type(name, value, kinds):
     if kind is str and text in ("True", "False") and "True" not in CHOICES.get(name, ()):
         raise ValueError(f"--{name} has no value: write --{name}=VALUE")
     if kind is str:
+        _check_paths(name, str(value))
         is_choice = "True" in CHOICES.get(name, ()) and text.lower() in BOOLEANS
         return str(BOOLEANS[text.lower()]) if is_choice else str(value)
     try:
@@ -40,6 +43,15 @@ def as_type(name, value, kinds):
     except (ValueError, OverflowError):
         pass
     raise ValueError(f"--{name}={text}: this option takes a {'whole ' if kind is int else ''}number")
+
+
+def _check_paths(name, text):
+    """Raise ValueError if what an option of PATHS names cannot be on a disk."""
+    try:
+        for path in text.split(",") if name == "teacher" else [text] * (name in PATHS):
+            check_path(path)
+    except ValueError as error:
+        raise ValueError(f"--{name}={error}") from None
 
 
 def load_config(preset, overrides):

@@ -3,6 +3,7 @@
 Only files that a model is made of are named here: no checkpoint, token store, log or other file of a run is sent.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,10 @@ from safetensors import SafetensorError, safe_open
 from model.data.hub_names import HUB_NAME
 from model.data.tokenizer import TOKENIZER_FILES
 from model.formats.adapters import adapter_directory, weights_directory
-from model.formats.model_card import model_name
+from model.formats.model_card import CARD_FILE, hub_name, read_card, with_base
 from model.formats.published_adapter import base_named, published_adapter
+from model.formats.weights import INDEX
+from model.runtime.json_stream import read_object
 
 # besides TOKENIZER_FILES, which vocabulary.json and shared_vocabulary.json of CTranslate2 are as well
 SENT = re.compile(
@@ -23,12 +26,17 @@ SENT = re.compile(
 # what holds the weights: of Hugging Face's directories, adapters, GGUF, CTranslate2
 WEIGHTS = re.compile(r".*\.safetensors|.*\.gguf|model\.bin")
 
+# what holds a JSON object in all of these
+OBJECTS = re.compile(r"(generation_|adapter_|tokenizer_)?config\.json|model\.safetensors\.index\.json")
+CONFIG = "config.json"
+
 
 @dataclass(frozen=True)
 class Parcel:
     """The files of a directory that are sent, and the names of what stays behind.
 
-    `changed` has what is sent in place of a file, by its name; `base` is the name of an adapter's base on the Hub.
+    `changed` has what is sent in place of a file, by its name; `base` is the name on the Hub of what was trained
+    on, if it is known.
     """
 
     directory: Path
@@ -46,8 +54,8 @@ class Parcel:
 def parcel_of(path: str | Path, base: str = "") -> Parcel:
     """What of a model, adapter, export or run directory (its best/, else its last/) is sent.
 
-    `base` is the name of an adapter's base on the Hub, needed where Hugging Face's cache does not tell it. Raises
-    ValueError if there is no model, a damaged one, or an adapter whose base has no name there.
+    `base` is the name on the Hub of what was trained on; an adapter needs it where Hugging Face's cache does not tell
+    it. Raises ValueError if there is no model, a damaged one, or an adapter whose base has no name there.
     """
     path = Path(path)
     directory = weights_directory(path) or path
@@ -58,26 +66,27 @@ def parcel_of(path: str | Path, base: str = "") -> Parcel:
             f"no model in {path}: name a model's directory, an adapter's, what scripts/export.py wrote, or a run "
             "directory with best/ or last/, for example model_save/sft_fast"
         )
-    for one in files:
-        if one.suffix == ".safetensors":
-            _check_whole(one)
+    _check_whole(directory, [one.name for one in files])
     left = [one.name for one in names if one not in files]
-    if adapter_directory(directory) is None:
-        if base:
-            raise ValueError(f"--base={base}: there is no adapter in {directory}, whose base it would name")
+    if base and not ("/" in base and HUB_NAME.fullmatch(base)):
+        raise ValueError(f"--base={base!r}: it must be ORGANISATION/NAME, for example Qwen/Qwen3-0.6B")
+    if adapter_directory(directory):
+        base = base or _base_on_hub(directory)
+        return Parcel(directory, files, left, published_adapter(directory, base), base)
+    if not base:
         return Parcel(directory, files, left, {})
-    base = _base_on_hub(directory, base)
-    return Parcel(directory, files, left, published_adapter(directory, base), base)
+    if not (card := read_card(directory)):
+        raise ValueError(f"--base={base}: {directory} has no {CARD_FILE} that could name it: write one")
+    changed = {CARD_FILE: with_base(card, base).encode("utf-8", errors="replace")}
+    return Parcel(directory, files, left, changed, base)
 
 
-def _base_on_hub(directory, typed):
-    """The name of an adapter's base on the Hub, as typed or as Hugging Face's cache tells. Raises ValueError."""
+def _base_on_hub(directory):
+    """The name of an adapter's base on the Hub, as the adapter or Hugging Face's cache tells. Raises ValueError."""
     named = base_named(directory)
-    known = typed or (named if not Path(named).is_absolute() and not Path(named).exists() else model_name(named))
+    known = named if not Path(named).is_absolute() and not os.path.exists(named) else hub_name(named)
     if HUB_NAME.fullmatch(known) and "/" in known:
         return known
-    if typed:
-        raise ValueError(f"--base={typed!r}: it must be ORGANISATION/NAME, for example Qwen/Qwen3-0.6B")
     raise ValueError(
         f"the adapter in {directory} was trained on {named}, a directory that nobody else has: add "
         f"--base=ORGANISATION/NAME, the base's name on the Hub (where it is not there, send it first), or send a whole "
@@ -85,7 +94,25 @@ def _base_on_hub(directory, typed):
     )
 
 
-def _check_whole(path):
+def _check_whole(directory, names):
+    """Raise ValueError unless those of these files that others read a model by can be read, and name no other."""
+    objects = {name: read_object(directory / name) for name in names if OBJECTS.fullmatch(name)}
+    if any(name.startswith("model") and name.endswith(".safetensors") for name in names):
+        model_type = objects.get(CONFIG, {}).get("model_type")
+        if not isinstance(model_type, str) or not model_type:
+            raise ValueError(
+                f"{directory / CONFIG} says model_type={model_type!r:.80}: it must name the network's kind, as the "
+                "config.json that the model was written with does: copy it again, and nothing was sent"
+            )
+    for name in names:
+        if name.endswith(".safetensors"):
+            _check_header(directory / name)
+    shards = objects.get(INDEX, {}).get("weight_map", {})
+    if missing := [name for name in (shards.values() if isinstance(shards, dict) else [shards]) if name not in names]:
+        raise ValueError(f"{directory / INDEX} names {missing[0]!r:.80}, and it is not there: copy it too")
+
+
+def _check_header(path):
     """Raise ValueError for a safetensors file whose header does not say what the file holds; reads no more of it."""
     try:
         with safe_open(path, "pt"):

@@ -42,6 +42,11 @@ class Run:
         return self.context.ranks
 
     @property
+    def draws(self):
+        """Whether this rank draws plots."""
+        return self.ranks.is_main and self.rules.draws_plots
+
+    @property
     def model(self):
         return self.context.model
 

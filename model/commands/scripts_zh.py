@@ -132,12 +132,13 @@ MODEL 是训练的检查点（RUN_DIR/checkpoints/step_…）、Hugging Face 目
     python scripts/push.py DIR USER/NAME [--public] [--base 组织/名字] [--dry_run] [--yes]
 
 DIR 是模型目录、适配器目录、scripts/export.py 写出的目录，或训练目录（用 best/，没有就用 last/）。先列出要发送的
-文件，再询问。检查点、词元库和日志从不发送。适配器的文件里写底座在 Hub 上的名字，不写目录。先登录：`hf auth login`。
+文件，再询问。检查点、词元库和日志从不发送。适配器的文件里写底座在 Hub 上的名字，不写目录；
+写了 --base，模型卡里也写它。先登录：`hf auth login`。
 退出码：0 已发送或已列出，2 拒绝，1 Hub 或网络错误。""",
         "directory": "模型目录",
         "repo": "Hub 上的仓库",
         "public": "所有人都能读",
-        "base": "适配器的底座在 Hub 上的名字；在 Hugging Face 缓存里的不用写",
+        "base": "从哪个模型训练来的：它在 Hub 上的名字；在 Hugging Face 缓存里的不用写",
         "dry_run": "只列出会发送什么，不发送",
         "yes": "不询问，直接发送",
     },

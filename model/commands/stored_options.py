@@ -122,7 +122,7 @@ def _read_stored(run_dir):
                 f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
             ) from None
         raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
-    if str(given.pop("share_update", False)) == "True":  # of Muon: a part of what ranks share now
+    if str(given.pop("share_update", False)) == "True":  # the name of share_state for Muon, which stored runs have
         given["share_state"] = "True"
     if str(given.pop("exact", False)) == "True":
         raise ValueError(

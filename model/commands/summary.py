@@ -2,9 +2,11 @@
 
 import math
 import time
+from collections import Counter
 from pathlib import Path
 
 from model.commands.decoding import decoding_line
+from model.data.file_request import describe_ignored
 from model.display.catalogue import texts_here
 from model.display.console import duration
 from model.display.durations import durations
@@ -130,7 +132,9 @@ def data_text(examples, text):
     said += text("data.turns", count=meta["turns_left_out"]) if meta["turns_left_out"] else ""
     said += text("data.moved", count=meta["systems_moved"]) if meta.get("systems_moved") else ""
     said += text("data.blank" if chunks == rows else "data.empty", count=meta["empty"]) if meta["empty"] else ""
-    return said + (f"; {meta['ignored']}" if meta["ignored"] else "")
+    ignored = Counter({(kind, name): count for kind, name, count in meta.get("ignored_counts", ())})
+    not_used = describe_ignored(ignored, lambda name: text(f"ignored.{name}")) or meta["ignored"]
+    return said + text("data.not_used", what=not_used) if not_used else said
 
 
 def names_text(examples, text):

@@ -132,11 +132,6 @@ class AnswerParts:
         return beginning
 
 
-def answer_parts(text: str, in_thought: bool = False, reads_calls: bool = True, has_tools: bool = False) -> Said:
-    """What a whole answer says; see AnswerParts."""
-    return AnswerParts(in_thought, reads_calls, has_tools).add(text, is_last=True)
-
-
 def join_parts(parts: Iterable[Said]) -> Said:
     """What an answer says whose pieces gave these."""
     thoughts, texts, calls = zip(Said(), *parts, strict=True)

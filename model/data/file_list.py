@@ -1,12 +1,14 @@
 """Which files an option such as --train_file names, and how often their pairs come in an epoch."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from model.data.compressed import data_suffix
 from model.data.hf_datasets import dataset_files, dataset_reference
+from model.runtime.paths import check_path
 
 MAX_NAMED = 6
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".arrow")
@@ -30,7 +32,7 @@ def data_files(text, split="train", objectives=()):
     exists as it is written is taken as it is. Raises one ValueError that lists every problem; a file that does not
     exist is not one.
     """
-    names = [text] if Path(text).exists() else [name.strip() for name in text.split(",")]
+    names = [text] if os.path.exists(text) else [name.strip() for name in text.split(",")]
     found, problems = [], []
     for name in names:
         try:
@@ -53,7 +55,7 @@ def _parse(name):
     if not name:
         raise ValueError("a name between two commas is empty: write FILE,FILE")
     match = WEIGHT.fullmatch(name)
-    if match is None or Path(name).exists():
+    if match is None or os.path.exists(name):
         return name, 1.0
     try:
         weight = float(match["weight"])
@@ -68,6 +70,7 @@ def _parse(name):
 
 def files_in(path, suffixes=SUFFIXES, split="train"):
     """The path of a file, or those of the files in a folder, by name, or in a dataset's split; ValueError for none."""
+    check_path(path)
     folder, dataset = Path(path), dataset_reference(path, suffixes)
     if dataset:
         return dataset_files(dataset, suffixes, split)

@@ -1,6 +1,7 @@
 """What a caller asks of a file, and what is counted of it that is not used."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from model.data.columns import CHOSEN_COLUMN
@@ -85,23 +86,22 @@ def _num_chars(value):
     return sum(map(_num_chars, value)) if isinstance(value, list) else 1
 
 
-def describe_ignored(ignored: Counter, words: dict[str, str] | None = None) -> str:
+def describe_ignored(ignored: Counter, word: Callable[[str], str] = IGNORED_WORDS.__getitem__) -> str:
     """The counts and assumptions in `ignored`, as one phrase for a message; "" if there are none.
 
-    `words` are those of IGNORED_WORDS in another language.
+    `word` gives one of IGNORED_WORDS in another language.
     """
-    words = words or IGNORED_WORDS
     names_by_kind = {kind: [] for kind in (TURNS, COLUMN, PART, ROWS, CONTEXT)}
-    assumed = [f"{words[READ_AS]} {name}" for kind, name in ignored if kind == READ_AS]
+    assumed = [f"{word(READ_AS)} {name}" for kind, name in ignored if kind == READ_AS]
     for (kind, name), count in ignored.most_common():
         if kind in (READ_AS, CHARS, ALL_CHARS):
             continue
-        unit = words[f"unit.{kind}"] if count > 1 else words[f"unit.{kind}"].replace("s", "", 1)
-        named = "" if kind == CONTEXT else f"{repr(name) if name else words['others']} "
+        unit = word(f"unit.{kind}") if count > 1 else word(f"unit.{kind}").replace("s", "", 1)
+        named = "" if kind == CONTEXT else f"{repr(name) if name else word('others')} "
         if kind in (PART, ROWS):
-            named = f"{name or words['others']} "
+            named = f"{name or word('others')} "
         if kind == COLUMN and (total := ignored[ALL_CHARS, name]):
-            unit += f", {ignored[CHARS, name] / total:.0%} {words['share']}"
+            unit += f", {ignored[CHARS, name] / total:.0%} {word('share')}"
         names_by_kind[kind].append(f"{named}({count:,} {unit})")
-    lines = [f"{words[kind]} {', '.join(names)}".strip() for kind, names in names_by_kind.items() if names]
-    return "; ".join([*assumed, *([f"{words['unused']}: {'; '.join(lines)}"] if lines else [])])
+    lines = [f"{word(kind)} {', '.join(names)}".strip() for kind, names in names_by_kind.items() if names]
+    return "; ".join([*assumed, *([f"{word('unused')}: {'; '.join(lines)}"] if lines else [])])

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # ORGANISATION/NAME, or NAME alone for old ones
+HUB_NAME = re.compile(r"\w[\w.-]{,95}(/\w[\w.-]{,95})?")  # ORGANISATION/NAME, or NAME alone for old ones
 FOLDERS = dict(model="models", dataset="data")  # kinds of what has a name, and where the guides put them
 
 

@@ -19,8 +19,13 @@ ROLE_OF = {name: role for role, names in _ROLES for name in names}
 ROLE_KEYS, TEXT_KEYS = ("role", "from"), ("content", "value")
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 WEIGHT_KEYS = ("weight", "loss", "train_on_turn", "train")  # 0 and false: not learnt
+NO, YES = ("false", "0", "0.0"), ("true", "1", "1.0")  # weights as texts
 CALL_KEYS = ("tool_calls", "function_call")
 SILENT_KEYS = ("tool_call_id", "name", "id", "type", "tools")  # of a turn: they say nothing that is learnt
+
+
+class BadTurn(ValueError):
+    """A turn says what cannot be done."""
 
 
 def is_turn(item: object) -> bool:
@@ -32,7 +37,10 @@ def is_turn(item: object) -> bool:
 
 
 def read_turn(item: dict, ignore: Callable) -> Turn | None:
-    """The Turn of an item that is one; None for one of an unknown role, which `ignore(kind, name)` counts."""
+    """The Turn of an item that is one; None for one of an unknown role, which `ignore(kind, name)` counts.
+
+    Raises BadTurn for an answer whose weight is neither 0 nor 1.
+    """
     role = item["role"] if isinstance(item.get("role"), str) else item["from"]
     content = item["content"] if "content" in item else item.get("value")
     ours = ROLE_OF.get(role) or ROLE_OF.get(role.strip().lower())
@@ -50,20 +58,30 @@ def read_turn(item: dict, ignore: Callable) -> Turn | None:
 def _full_turn(item, role, text, ignore):
     thought = next((as_text(item[key]) for key in THOUGHT_KEYS if item.get(key)), "")
     calls = next((calls_of(written(item[key])) for key in CALL_KEYS if item.get(key)), ())
-    weights = [item[key] for key in WEIGHT_KEYS if item.get(key) is not None]
     for name, value in item.items():
         is_known = name in ROLE_KEYS + TEXT_KEYS + THOUGHT_KEYS + WEIGHT_KEYS + CALL_KEYS + SILENT_KEYS
         if not is_known and value not in (None, "", [], {}):
             ignore("column", name)
-    is_learnt = not any(map(is_false, weights))
+    is_learnt = _is_learnt(item, role)
     if role == "assistant" and not is_learnt:
         ignore("part", "answers of weight 0")
     return Turn(role, text, thought, calls, is_learnt)
 
 
+def _is_learnt(item, role):
+    # NaN, which differs from itself, is what tables have where nothing was written
+    weights = {key: x for key in WEIGHT_KEYS if (x := item.get(key)) not in (None, "") and x == x}
+    for key, value in weights.items():
+        if role == "assistant" and not is_false(value) and value != 1 and str(value).strip().lower() not in YES:
+            raise BadTurn(
+                f"{key}={value!r:.40}: an answer is learnt (1) or not (0): write one of them, or leave it out"
+            )
+    return not any(map(is_false, weights.values()))
+
+
 def is_false(value: object) -> bool:
     """Whether a weight or label says no: 0, false, or such a text."""
-    return value == 0 or isinstance(value, str) and value.strip().lower() in ("false", "0", "0.0")
+    return value == 0 or isinstance(value, str) and value.strip().lower() in NO
 
 
 def _message_text(content, ignore):

@@ -17,7 +17,7 @@ from model.data.columns import (
 )
 from model.data.conversation import Conversation, Document, Turn
 from model.data.file_request import FileRequest
-from model.data.messages import exchange_turns, history_turns, is_false, is_turn, read_turn
+from model.data.messages import BadTurn, exchange_turns, history_turns, is_false, is_turn, read_turn
 from model.data.responses import messages_in, pair_of, rejected_turns
 from model.data.tables import by_columns, rows_inside
 from model.data.values import as_json, as_text, written
@@ -46,17 +46,17 @@ def conversations_of(items: Iterable, place: Place, request: FileRequest, depth:
                 turns.add(item, request)
                 continue
             yield from turns.taken()
-            if plain is None:
-                yield from _of_row(item, layout, place, request, depth)
-            else:
-                yield plain
+            try:
+                yield from (_of_row(item, layout, place, request, depth) if plain is None else (plain,))
+            except BadTurn as error:
+                request.on_malformed(f"{place()}: {error}")
         elif isinstance(item, str):
             turns.add(item, request)
         elif isinstance(item, list) and item:
             yield from turns.taken()
             yield from _of_list(item, place, request, depth)
         else:
-            (refuse if turns.alternates else request.on_malformed)(_malformed(item, place))
+            (refuse if turns.alternates else request.on_malformed)(f"{place()}: {_malformed(item)}")
     yield from turns.taken()
 
 
@@ -76,12 +76,15 @@ class Bare:
         self.turns, self.num_chars, self.place, self.alternates = [], 0, place, False
 
     def add(self, item: dict | str, request: FileRequest) -> None:
-        """Add a turn, or a text, whose role is the other one's; ValueError for a conversation that is too long."""
+        """Add a turn, or a text, whose role is the other one's; ValueError for a bad one or too long a talk."""
         if isinstance(item, str):
             self.alternates = True  # if one was left out, the later ones would change roles
             turn = Turn("assistant" if self.turns and self.turns[-1].role == "user" else "user", as_text(item))
         else:
-            turn = read_turn(item, request.ignore)
+            try:
+                turn = read_turn(item, request.ignore)
+            except BadTurn as error:
+                raise ValueError(f"{self.place()}: {error}") from None
         if turn:
             self.turns.append(turn)
             self.num_chars += len(turn.text)
@@ -97,8 +100,8 @@ class Bare:
             yield Conversation(turns)
 
 
-def _malformed(item, place):
-    return f"{place()}: a row is {str(item)[:40]}; it must be an object with a prompt and a response"
+def _malformed(item):
+    return f"a row is {str(item)[:40]}; it must be an object with a prompt and a response"
 
 
 def _plain_pair(row: dict, layout: Columns, request: FileRequest) -> Conversation | None:
@@ -188,9 +191,9 @@ def _of_messages(row: dict, name: str, messages: list, place: Place, request: Fi
     """The conversations of the messages in a column of a row; none if any of them is malformed."""
     ignored = []
     try:
-        turns, tools = _turns_of(messages, place, lambda *counted: ignored.append(counted))
+        turns, tools = _turns_of(messages, lambda *counted: ignored.append(counted))
     except ValueError as error:
-        request.on_malformed(str(error))
+        request.on_malformed(f"{place()}: {error}")
         return
     for counted in ignored:
         request.ignore(*counted)
@@ -206,7 +209,7 @@ def _of_messages(row: dict, name: str, messages: list, place: Place, request: Fi
     yield _whole(beside, turns[:begin], turns[begin:], used, request)
 
 
-def _turns_of(items, place, ignore):
+def _turns_of(items, ignore):
     """(turns of the items of a list of messages, the tools that one of them names); ValueError for a malformed one."""
     turns, tools = [], None
     for item in items:
@@ -221,7 +224,7 @@ def _turns_of(items, place, ignore):
         elif isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item):
             turns += [Turn("user", as_text(item[0])), Turn("assistant", as_text(item[1]))]
         else:
-            raise ValueError(_malformed(item, place))
+            raise ValueError(_malformed(item))
     return turns, tools
 
 

@@ -41,6 +41,7 @@ def write_store(source, key, directory, progress, stop):
         ids_sha256 = write_hashes(draft, len(lengths), values)
         meta = dict(
             source=key, sha256=sha256, ids_sha256=ids_sha256, ignored=describe_ignored(ignored),
+            ignored_counts=[[*key, count] for key, count in ignored.items()],
             rows=len(lengths), rows_of_files=[counts["file", place] for place in range(len(source.paths))],
             empty=counts["empty"], tokens=lengths.sum(axis=0, dtype=np.int64).tolist(),
             cut=[counts["cut", column] for column in range(lengths.shape[1])], turns_left_out=counts["turns"],

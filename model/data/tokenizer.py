@@ -4,7 +4,8 @@ A tokenizer trained here (model/data/tokenizer_training.py) has these properties
 - decode(encode(text)) == text for every string of valid Unicode: a character outside the alphabet becomes byte tokens;
 - no text is encoded as a control token such as [EOS] (model/data/control_tokens.py) or a byte token such as <0x41>,
   even if it spells one;
-- behind the byte tokens lie the RESERVED_TOKENS for objectives and conversations; older tokenizers lack them;
+- behind the byte tokens lie tokens for objectives and conversations, as which no text is encoded; older tokenizers lack
+  them;
 - equal texts in equal order give an equal tokenizer;
 - transformers' AutoTokenizer gives the same ids, and appends [EOS] when add_special_tokens is True.
 
@@ -30,10 +31,8 @@ from model.runtime.json_stream import read_object
 SPECIAL_TOKENS = ("[PAD]", "[EOS]", "[SEP]", "[BOS]", "[CLS]", "[MASK]", "[UNK]")
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 SENTINEL, NUM_SENTINELS = "<extra_id_{}>", 100  # stand for the spans that span corruption takes out; T5 has so many
-SENTINELS = tuple(map(SENTINEL.format, range(NUM_SENTINELS)))
 ROLE_MARKS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")  # whose turn of a conversation follows; its end
 MODE_TOKENS = ("[NLU]", "[NLG]", "[S2S]")  # kinds of denoising (Tay et al. 2022, UL2, arXiv 2205.05131)
-RESERVED_TOKENS = (*SENTINELS, *ROLE_MARKS, *MODE_TOKENS)  # of tokenizers trained here; no text is encoded as one
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -98,16 +97,6 @@ class ChatTokenizer:
     def control_ids(self) -> set[int]:
         """Ids of the added tokens that only a template writes."""
         return control_ids(self.backend)
-
-    def reserved_id(self, token: str) -> int:
-        """Id of a special token such as <extra_id_0>; raises ValueError if this tokenizer lacks it."""
-        token_id = self.backend.token_to_id(token)
-        if token_id is None:
-            raise ValueError(
-                f"the tokenizer in {self.directory} has no token {token!r}, which this needs: train one with "
-                "scripts/train_tokenizer.py, which reserves it"
-            )
-        return token_id
 
     def decode(self, ids: list[int]) -> str:
         """Text of the ids, without special tokens but the marks of thoughts and calls, special or not."""

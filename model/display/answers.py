@@ -10,7 +10,7 @@ FORMATS = dict(
     loss="{:.4f}", nats_per_char="{:.4f}", loops="{:.1%}", loops_chars="{:.1%}", ended="{:.1%}",
     length_ratio="{:.2f}", distinct_2="{:.3f}", exact_match="{:.1%}", bleu="{:.2f}", chrf="{:.2f}", rouge_l="{:.3f}",
     accuracy="{:.1%}", margin="{:+.3f}", chosen_reward="{:+.3f}", rejected_reward="{:+.3f}",
-    chosen_log_prob="{:.3f}", rejected_log_prob="{:.3f}",
+    chosen_log_prob="{:.3f}", rejected_log_prob="{:.3f}", chosen_log_ratio="{:+.3f}", rejected_log_ratio="{:+.3f}",
 )  # fmt: skip
 ROWS = dict(answers=("loops", "ended", "length_ratio"), scores=("distinct_2", "bleu", "chrf"))
 PREFERENCES = dict(

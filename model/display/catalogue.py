@@ -1,17 +1,19 @@
 """What people read, in each language: one catalogue, chosen by CHAT_LANG or the locale.
 
-The screen's texts stand here, those of scripts in tool_words.py, of prepare_data in data_words.py, of doctor and plan
-in check_words.py, of how models answer in answer_words.py, of the server's page in page_words.py, the others in
-words.py.
+The screen's texts stand here, those of scripts in tool_words.py, of prepare_data in data_words.py, of doctor in
+doctor_words.py, of plan in plan_words.py, of how models answer in answer_words.py, of log lines with numbers in
+log_words.py, of the server's page in page_words.py, the others in words.py.
 """
 
 import os
 from collections.abc import Mapping
 
 from model.display.answer_words import ANSWERS
-from model.display.check_words import CHECKS
 from model.display.data_words import DATA
+from model.display.doctor_words import DOCTOR
+from model.display.log_words import LOG
 from model.display.page_words import PAGE
+from model.display.plan_words import PLAN
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
 
@@ -250,7 +252,7 @@ SCREEN = {
         "earlier": "（更早的行在日志文件里）",
     },
 }
-ROOMS = WORDS, ANSWERS, TOOLS, DATA, CHECKS, PAGE
+ROOMS = WORDS, LOG, ANSWERS, TOOLS, DATA, DOCTOR, PLAN, PAGE
 CATALOGUE = {name: SCREEN[name] | {key: text for room in ROOMS for key, text in room[name].items()} for name in SCREEN}
 
 

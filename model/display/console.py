@@ -22,7 +22,6 @@ CONSOLE = Console(stderr=True)
 SAFE_PERCENT, EDGE_PERCENT = 85, 90
 DRAW_SECONDS, LOG_SECONDS = 0.1, 60
 SPEED_WINDOW_SECONDS = 300
-TRAIN, EPOCH, SAMPLE = "training loss: ", "epoch log: ", "sample: "  # how these log lines begin
 
 
 def padded(text: str, width: int, right: bool = False) -> str:
@@ -69,9 +68,10 @@ PREFERENCE_FIELDS = {
     name: (name, LOSS)
     for name in (
         "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob",
+        "chosen_log_ratio", "rejected_log_ratio",
     )
 }  # fmt: skip
-# label in the log line: (key in the record, format)
+# what the catalogue calls a number in the log line: (key in the record, format)
 TRAIN_FIELDS = {
     "epoch": ("epoch", COMPACT),
     "step": ("step", str),
@@ -92,7 +92,6 @@ EPOCH_FIELDS = {
     "epoch": ("epoch", COMPACT),
     "step": ("step", str),
     "of": ("averaged", lambda averaged: "average" if averaged else "weights"),  # whose figures these are
-    "avg_loss": ("avg_loss", LOSS),
     "val_loss": ("val_loss", LOSS),
     "cur_bleu4": ("cur_bleu4", LOSS),
     "cur_chrf": ("cur_chrf", LOSS),
@@ -103,33 +102,33 @@ EPOCH_FIELDS = {
     "length_ratio": ("length_ratio", LOSS),
     "distinct_2": ("distinct_2", LOSS),
     "best_val_loss": ("best_val_loss", LOSS),
-    "best_bleu4": ("best_bleu4", LOSS),
-    "best_epoch": ("best_epoch", COMPACT),
     "best_step": ("best_step", str),
 }
 
 
 def train_line(values: dict) -> str:
     """The log line of a train record, with those of TRAIN_FIELDS that are in `values`."""
-    return TRAIN + _fields(TRAIN_FIELDS, values)
+    return texts_here()("log.train") + _fields(TRAIN_FIELDS, values)
 
 
 def epoch_line(values: dict) -> str:
     """The log line of an evaluation, with those of EPOCH_FIELDS that are in `values`."""
-    return EPOCH + _fields(EPOCH_FIELDS, values)
+    return texts_here()("log.evaluated") + _fields(EPOCH_FIELDS, values)
 
 
 def sample_line(sample: dict) -> str:
     """The log line of a sample of an evaluation: a question and the model's answer."""
-    return SAMPLE + sample_text(sample)
+    return texts_here()("log.sample") + sample_text(sample)
 
 
 def _fields(fields: dict, values: dict) -> str:
-    return ", ".join(
-        f"{label}:{'none' if values[key] is None else form(values[key])}"
+    text = texts_here()
+    said = {
+        label: "none" if values[key] is None else form(values[key])
         for label, (key, form) in fields.items()
         if key in values
-    )
+    }
+    return ", ".join(f"{text(f'label.{label}')}:{text.get(f'label.{value}', value)}" for label, value in said.items())
 
 
 def event_line(kind, values):

@@ -19,7 +19,7 @@ def comparison_lines(scores: dict[str, dict], text: Texts) -> list[str]:
 
 def _name_of(figure, text):
     """The whole name of a figure, where no row says what it is of."""
-    return text.get(f"test.{figure}", text(f"measure.{figure}"))
+    return text.get(f"test.{figure}", "") or text(f"measure.{figure}")
 
 
 def _cells(row, widths):

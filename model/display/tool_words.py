@@ -1,4 +1,4 @@
-"""The texts of the catalogue that the scripts print: chat, tokenizer, progress, exports. See messages.py."""
+"""The texts of the catalogue that the scripts print: chat, tokenizer, progress, exports. See catalogue.py."""
 
 TOOLS = {
     "en": {
@@ -50,7 +50,7 @@ TOOLS = {
         "push.public": "public",
         "push.total": "  {count} files, {size:.2f} MiB",
         "push.left": "  not sent: {names}",
-        "push.base": "  an adapter on {base}, which the files name in place of a directory",
+        "push.base": "  trained on top of {base}: the files name it, and no directory",
         "push.ask": "send this? [y/N] ",
         "push.nothing": "nothing was sent",
         "push.sent": "sent: {address}",
@@ -143,7 +143,7 @@ TOOLS = {
         "push.public": "公开",
         "push.total": "  {count} 个文件，{size:.2f} MiB",
         "push.left": "  不发送：{names}",
-        "push.base": "  底座 {base} 的适配器：文件里写这个名字，不写目录",
+        "push.base": "  底座是 {base}：文件里写这个名字，不写目录",
         "push.ask": "要发送吗？[y/N] ",
         "push.nothing": "什么都没有发送",
         "push.sent": "已发送：{address}",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from model.display.answers import answer_rows, preference_rows
-from model.display.catalogue import COUNTS, Texts
-from model.display.console import EPOCH, SAMPLE, TRAIN, duration, memory_text
+from model.display.catalogue import CATALOGUE, COUNTS, Texts
+from model.display.console import duration, memory_text
 from model.display.figures import EVENT_KINDS, Figures
 from model.display.sensors import Sensors
 from model.run.status import Status
@@ -16,7 +16,8 @@ from model.runtime.terminal import printable
 
 GIB = 2**30
 LOG_LINE = re.compile(r"\[\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d)\.\d{3}\] \[(\w+)\]: ")  # how a line of the log begins
-SHOWN = (TRAIN, EPOCH, SAMPLE, *(f"{kind}: " for kind in EVENT_KINDS))
+NUMBERS = tuple(words[f"log.{kind}"] for words in CATALOGUE.values() for kind in ("train", "evaluated", "sample"))
+SHOWN = (*NUMBERS, *(f"{kind}: " for kind in EVENT_KINDS))
 ALIVE_SECONDS = 30  # a status is written twice a second, but not while a library call keeps all threads waiting
 SILENT_SECONDS = 600  # for runs without a status
 LEVEL_STYLES = dict(safe="green", edge="yellow", dangerous="bold red")

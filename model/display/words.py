@@ -1,4 +1,4 @@
-"""The texts of the catalogue beside the screen's: first and last words, warnings. See messages.py."""
+"""The texts of the catalogue beside the screen's: first and last words, warnings. See catalogue.py."""
 
 WORDS = {
     "en": {
@@ -72,6 +72,7 @@ WORDS = {
         "data.column": "{column} {mean:.1f} tokens on average ({share:.1%} cut to {most})",
         "data.turns": "; {count:,} earlier turns did not fit",
         "data.moved": "; {count:,} dialogues have a system text put first",
+        "data.not_used": "; {what}",
         "data.empty": "; {count:,} pairs with an empty prompt or response left out",
         "data.others": "{name} and {count} other files",
         "shared.pairs": "{rows:,} of {count:,} validation pairs are also in the training file, {firsts:,} more share a "
@@ -220,6 +221,7 @@ WORDS = {
         "data.column": "{column}平均 {mean:.1f} 个词元（{share:.1%} 被截断到 {most}）",
         "data.turns": "；有 {count:,} 轮较早的对话放不下",
         "data.moved": "；{count:,} 个对话中途的系统提示放到了开头",
+        "data.not_used": "；{what}",
         "data.empty": "；{count:,} 对有一侧为空，未使用",
         "data.others": "{name} 等，另有 {count} 个文件",
         "shared.pairs": "{count:,} 个验证对中有 {rows:,} 个也在训练数据里，另有 {firsts:,} 个的问题在其中："

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from model.formats.adapter_fields import PLAIN, check_known
 from model.formats.carried import generation_values, write_carried, write_json
-from model.formats.model_card import CARD_FILE, CardFacts, adapter_card, merged_card, model_name
+from model.formats.model_card import CARD_FILE, CardFacts, adapter_card, hub_name, merged_card, model_name
 from model.formats.tensor_files import read_tensors
 from model.formats.weights import (
     INDEX,
@@ -38,6 +38,7 @@ from model.nn.lora import LoraConfig, check_factors, is_factor
 from model.nn.registry import family_of
 from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
+from model.runtime.paths import check_path, is_path
 
 CONFIG, TENSORS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 SHARD_BYTES = 2 * 2**30  # of tensors in one file of a merged model
@@ -54,7 +55,11 @@ class LoadedAdapter:
 
 
 def weights_directory(path):
-    """The first of `path`, its best/ and its last/ that holds a model or an adapter, or None."""
+    """The first of `path`, its best/ and its last/ that holds a model or an adapter, or None.
+
+    Raises ValueError for what can be no path.
+    """
+    check_path(path)
     path = Path(path)
     return next((d for d in (path, path / "best", path / "last") if _holds_adapter(d) or model_directory(d) == d), None)
 
@@ -145,7 +150,9 @@ def _facts_of_merge(lora):
     """CardFacts of a merged model whose adapter has no card."""
     name = model_name(lora.base)
     training = dict(trained=f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {name}, merged")
-    return CardFacts(summary=f"{name} with an adapter merged into it.", tables=dict(Training=training), base=name)
+    return CardFacts(
+        summary=f"{name} with an adapter merged into it.", tables=dict(Training=training), base=hub_name(lora.base)
+    )
 
 
 def _shards(tensors):
@@ -200,7 +207,7 @@ def metadata_of(path):
 
 def _base_of(directory, named, metadata):
     """The directory of an adapter's base: as its configuration names it, else as seen from the adapter."""
-    if not isinstance(named, str):
+    if not isinstance(named, str) or not is_path(named):
         raise ValueError(f"{directory / CONFIG} says base_model_name_or_path={named!r:.80}: write the base's directory")
     seen_from_here = metadata.get("seen_from_here")
     places = [Path(named), directory / named, *([directory / seen_from_here] if seen_from_here else [])]
@@ -271,7 +278,7 @@ def export_adapter(model, tokenizer, directory, generation=None, facts=None, bas
             save_file(tensors, draft / TENSORS[0], {BASE: json.dumps(origin)})  # one key: several have no order
         except SafetensorError as error:  # safetensors raises it for a full or failing disk
             raise OSError(f"{directory} cannot be written: {error}") from None
-        facts = replace(facts or CardFacts(), base=model_name(lora.base))
+        facts = replace(facts or CardFacts(), base=hub_name(lora.base))
         model_type = getattr(model.config, "model_type", family.name)
         card = adapter_card(facts, model_type, family.task_type == "SEQ_2_SEQ_LM", lora.base)
         (draft / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")

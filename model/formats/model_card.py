@@ -18,7 +18,7 @@ class CardFacts:
     file: str = ""  # that the scores were measured on
     scores: dict = field(default_factory=dict)  # {metric: number}
     optimizer: str = ""  # that trained all of the weights last; "": unknown
-    base: str = ""  # name of the model that was trained on; "": none, or unknown
+    base: str = ""  # name on a hub of the model that was trained on; "": none, or unknown
 
 
 def model_card(facts: CardFacts, model_type: str, is_encoder_decoder: bool) -> str:
@@ -38,10 +38,17 @@ def merged_card(card: str, is_encoder_decoder: bool) -> str:
     return _with_use(card, "transformers", _USE.format(**_calls(is_encoder_decoder)), _LIMITS)
 
 
+def with_base(card: str, name: str) -> str:
+    """A card whose head says that its model was trained from the one of this name on a hub."""
+    has_head = card.startswith("---\n") and "\n---\n" in card
+    head, rest = card.split("\n---\n", 1) if has_head else ("---", f"\n{card}")
+    others = re.sub(r"\nbase_model:.*(\n[ -].*)*", "", head)  # a name, or a list of them
+    return f"{others}\nbase_model: {_quoted(name)}\n---\n{rest}"
+
+
 def with_named_base(card: str, directory: str, name: str) -> str:
     """An adapter's card with the base's name on a hub in place of the directory that it was trained on."""
-    card = re.sub("^base_model: .*", lambda _: f"base_model: {_quoted(name)}", card, count=1, flags=re.MULTILINE)
-    return card.replace(_quoted(directory), _quoted(name))
+    return with_base(card, name).replace(_quoted(directory), _quoted(name))
 
 
 def read_card(directory) -> str:
@@ -50,12 +57,17 @@ def read_card(directory) -> str:
     return card.read_text(encoding="utf-8", errors="replace") if card.is_file() and not card.is_symlink() else ""
 
 
+def hub_name(directory) -> str:
+    """The name that the model in a directory has on the Hub where Hugging Face's cache tells, else ""."""
+    cached = [part for part in Path(directory).parts if part.startswith("models--")]
+    return cached[-1].removeprefix("models--").replace("--", "/") if cached else ""
+
+
 def model_name(directory) -> str:
-    """The name that the model in a directory has on the Hub where Hugging Face's cache tells, else the directory's."""
+    """`hub_name`, or else the directory's name."""
+    if name := hub_name(directory):
+        return name
     parts = Path(directory).parts
-    cached = [part for part in parts if part.startswith("models--")]
-    if cached:
-        return cached[-1].removeprefix("models--").replace("--", "/")
     return parts[-2] if parts[-1] in ("best", "last") and len(parts) > 1 else parts[-1]
 
 
@@ -151,6 +163,8 @@ _LABELS = {
     "chosen_reward": "reward of the chosen response", "rejected_reward": "reward of the rejected response",
     "chosen_log_prob": "log-probability of the chosen response, nats a token",
     "rejected_log_prob": "log-probability of the rejected response, nats a token",
+    "chosen_log_ratio": "the same less the reference's, of the chosen response",
+    "rejected_log_ratio": "the same less the reference's, of the rejected response",
 }  # fmt: skip
 _READ = {  # {is_encoder_decoder: (transformers' class, what is the answer)}
     True: ("AutoModelForSeq2SeqLM", "output[0]"),

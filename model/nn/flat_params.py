@@ -15,7 +15,7 @@ from model.nn.products import product
 from model.nn.quantized import make_packed, merge_packed
 from model.nn.weight_parts import weight_parts
 
-NUM_SUMS = 8  # metrics of an objective, at most
+NUM_SUMS = 16  # metrics of an objective, at most
 VOCABULARY_MULTIPLE = 64  # rows of a padded table: a GPU's matmul with an odd number is several times slower
 
 

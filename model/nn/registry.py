@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from config import DEFAULT_FAMILY, MAX_JSON_BYTES, MODELS
 from model.nn.decoder.family import DECODER
 from model.nn.decoder.sizes import DECODER_TYPES
+from model.nn.given_sizes import check_given
 from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5_TYPES
 
@@ -44,6 +45,7 @@ def config_from(values):
     known = [field.name for field in fields(config_class)]
     if unknown := values.keys() - known:
         raise ValueError(f"{', '.join(map('{!r:.80}'.format, sorted(unknown)))}: known are {', '.join(known)}")
+    check_given(config_class, values)
     variant = dict(model_type=name) if "model_type" in known else {}
     return config_class(**variant | values)
 

@@ -103,6 +103,8 @@ def test_all_problems_are_named_at_once_with_what_to_type(folder):
 def test_a_missing_model_or_data_is_named_with_its_flag(folder):
     text = problems("", given="--output_dir x")
     assert "--model_name_or_path is missing" in text and "--data_path is missing" in text
+    text = problems("", given=f"--model_id {'a' * 250}/b --data_path {'a' * 250}/b")  # no names of a hub
+    assert "--model_id aaa" in text and "--data_path aaa" in text and text.count("no such file or") == 2
     assert "--train_file nothing.json: no such file" in problems("--train_file nothing.json", given="--model_id MODEL ")
 
 

@@ -77,6 +77,14 @@ def test_a_script_answers_a_misspelt_option_with_the_most_similar_one(typed, sai
         assert ended.code == 2 and capsys.readouterr().err.endswith(said + "\n") and said
 
 
+def test_a_script_refuses_a_path_that_no_file_can_have_in_words(capsys):
+    parser = ScriptParser()
+    parser.add_argument("--output", type=Path)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--output", "a" * 5000])
+    assert re.search("--output: a{40}… .5,000 characters. is too long for a path", capsys.readouterr().err)
+
+
 def test_every_script_answers_so():
     scripts = (Path(__file__).resolve().parents[2] / "scripts").glob("[!d]*.py")  # but those of the demo
     assert not [path.name for path in scripts if "argparse.ArgumentParser(" in path.read_text(encoding="utf-8")]

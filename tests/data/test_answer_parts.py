@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from model.data.answer_parts import AnswerParts, Said, answer_parts, join_parts
+from model.data.answer_parts import AnswerParts, Said, join_parts
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "北京"}}\n</tool_call>'
 WRITTEN = '{"name": "weather", "arguments": {"city": "北京"}}'
@@ -61,7 +61,7 @@ def test_an_answer_has_the_same_parts_however_it_is_cut(text):
 def test_what_is_no_call_stays_text_in_every_character(inside):
     text = f"so \n\n<tool_call>\n{inside}\n</tool_call>\n"
     assert read([text], reads_calls=True) == read(text, reads_calls=True) == Said(text=text)
-    assert answer_parts(text + CALL) == Said(text=text.rstrip(), calls=(WRITTEN,)), "the next one is read"
+    assert read([text + CALL], reads_calls=True) == Said(text=text.rstrip(), calls=(WRITTEN,)), "the next one is read"
 
 
 def test_an_answer_may_begin_inside_the_thought():
@@ -103,7 +103,7 @@ def test_no_mixture_of_marks_depends_on_the_cuts_or_loses_text():
     for _ in range(2000):
         text = "".join(draw.choices(pieces, k=draw.randrange(8)))
         how = dict(in_thought=draw.random() < 0.2, reads_calls=draw.random() < 0.8, has_tools=draw.random() < 0.5)
-        whole = answer_parts(text, **how)
+        whole = read([text], **how)
         assert read(cut(text, draw), **how) == whole, (text, how)
         assert (whole.thought + whole.text).count("字") == text.count("字")
         assert all(json.loads(call)["name"] == "weather" for call in whole.calls)

@@ -46,7 +46,7 @@ def test_a_text_is_decoded_as_it_was_in_composed_form(byte_level):
 
 
 def test_its_marks_are_one_token_each_and_no_text_gives_one(byte_level):
-    marks = {byte_level.reserved_id(mark): mark for mark in (PAD, OPENER, CLOSER, *SHOWN_MARKS)}
+    marks = {byte_level.backend.token_to_id(mark): mark for mark in (PAD, OPENER, CLOSER, *SHOWN_MARKS)}
     assert sorted(marks) == list(range(891, 900)) and control_ids(byte_level.backend) == set(marks)
     for number, mark in marks.items():
         assert byte_level.parse(mark) == [number] and byte_level.decode(byte_level.encode(mark)) == mark
@@ -61,7 +61,7 @@ def test_a_conversation_is_that_of_transformers_template(byte_level):
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert turn_template(byte_level).encode_question([Turn(*turn) for turn in said], 500) == ids
     assert theirs.decode(ids).endswith("为什么<|im_end|>\n<|im_start|>assistant\n")
-    assert with_turn_end(byte_level).eos_id == byte_level.reserved_id(CLOSER)
+    assert with_turn_end(byte_level).eos_id == byte_level.backend.token_to_id(CLOSER)
 
 
 def test_equal_texts_give_an_equal_tokenizer(byte_level, tmp_path):

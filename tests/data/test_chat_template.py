@@ -65,7 +65,7 @@ def test_a_message_that_spells_a_special_token_stays_text(tokenizer, tmp_path):
     messages = messages_of([Turn("system", trap), Turn("user", trap), Turn("assistant", trap), Turn("user", trap)])
     ids = stock.apply_chat_template(messages)["input_ids"]
     special = [token for token in ids if token in stock.all_special_ids or token >= 263 and token < 370]
-    marks = [tokenizer.reserved_id(f"<|{role}|>") for role in ("system", "user", "assistant", "user")]
+    marks = [tokenizer.backend.token_to_id(f"<|{role}|>") for role in ("system", "user", "assistant", "user")]
     assert special == [*marks, tokenizer.eos_id]
     spaced = stock.decode(ids, skip_special_tokens=True)
     assert spaced.replace("< |", "<|").replace("[ E", "[E").replace("< e", "<e") == trap * 4

@@ -10,7 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 from model.data.control_tokens import is_control
 from model.data.conversation import Conversation, Turn
 from model.data.t5_text import Context, encode_conversation, encode_questions
-from model.data.tokenizer import BYTE_TOKENS, PROBE, RESERVED_TOKENS, SPECIAL_TOKENS, load_tokenizer
+from model.data.tokenizer import BYTE_TOKENS, NUM_SENTINELS, PROBE, load_tokenizer
+from model.data.tokenizer_training import first_tokens
 from model.data.turn_template import turn_template, with_turn_end
 from tests.data.files import save_unigram
 from tests.data.qwen_tokenizer import SPECIAL, make_qwen_tokenizer
@@ -19,7 +20,7 @@ THOUGHTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "/nothink", "<
 WORDS = ("天气预报", "\n\n\n", "C++", "=>", "😀")  # text that somebody added
 T5_NAMES = ("<pad>", "</s>", "<unk>", "<s>", "▁<extra_id_0>", "<extra_id_1>")
 CONTROLS = {
-    "own": (*SPECIAL_TOKENS, *BYTE_TOKENS, *RESERVED_TOKENS), "unigram": T5_NAMES, "bytes": (*T5_NAMES, *BYTE_TOKENS),
+    "own": first_tokens(NUM_SENTINELS), "unigram": T5_NAMES, "bytes": (*T5_NAMES, *BYTE_TOKENS),
     "qwen": (*SPECIAL, *THOUGHTS),
 }  # fmt: skip
 

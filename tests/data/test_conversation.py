@@ -38,7 +38,7 @@ def talk(*texts, system=""):
 
 def marked(tokenizer, *turns):
     """Ids of turns behind their marks, and EOS."""
-    ids = [[tokenizer.reserved_id(f"<|{turn.role}|>"), *tokenizer.encode(turn.text)] for turn in turns]
+    ids = [[tokenizer.backend.token_to_id(f"<|{turn.role}|>"), *tokenizer.encode(turn.text)] for turn in turns]
     return [*sum(ids, []), tokenizer.eos_id]
 
 

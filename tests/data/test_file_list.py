@@ -14,6 +14,8 @@ def test_files_folders_and_weights_are_told_apart(tmp_path, monkeypatch):
         DataFile("a.json"), DataFile("more/a.json", 2), DataFile("more/b.csv", 2), DataFile("b.jsonl", 0.5),
     )  # fmt: skip
     assert data_files("odd,name:2.json") == (DataFile("odd,name:2.json"),), "a name that exists is taken as it is"
+    many = [f"part-{number:02}.jsonl" for number in range(40)]  # together no name of a file
+    assert [file.path for file in data_files(",".join(many))] == many
     assert data_files("host:data.json") == (DataFile("host:data.json"),)
 
 

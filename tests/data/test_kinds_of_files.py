@@ -101,6 +101,14 @@ READ = {
     ),
     "kto": ("x.jsonl", rows(dict(prompt="q", completion="a", label=False)), [[PAIR[0], (*PAIR[1], "not learnt")]]),
     "weight": ("x.jsonl", rows(dict(messages=[Q, A | dict(weight=0), Q2, A2 | dict(weight=1)])), [CONTEXT]),
+    "a weight of a table": (
+        "x.jsonl",
+        rows(
+            dict(messages=[Q, A | dict(weight=0.0), Q2, A2 | dict(weight=1.0)]),
+            dict(messages=[Q | dict(weight=0.5), A | dict(weight=float("nan"), loss="1.0", train="")]),
+        ),
+        [CONTEXT, PAIR],
+    ),
     "loss": ("x.jsonl", rows(dict(messages=[Q, A | dict(loss=False), Q2, A2])), [CONTEXT]),
     "train_on_turn": ("x.jsonl", rows(dict(messages=[Q, A | dict(train_on_turn=False), Q2, A2])), [CONTEXT]),
     "calls": (
@@ -160,7 +168,12 @@ READ = {
     "texts": ("x.jsonl", rows(dict(text="t", source="s")), ["t"]),
     "lines": ("x.txt", "t\n\nt\n", ["t", "t"]),
 }  # fmt: skip
+FRACTION = "weight=0.5: an answer is learnt (1) or not (0): write one of them, or leave it out"
 REFUSED = {
+    "a fraction as a weight": ("x.jsonl", rows(dict(messages=[Q, A | dict(weight=0.5)])), f"line 1: {FRACTION}"),
+    "a fraction in a list of turns": ("x.json", json.dumps([Q, A | dict(weight=0.5)]), FRACTION),
+    "a fraction in a response": ("x.jsonl", rows(dict(prompt="q", response=A | dict(weight=0.5))), FRACTION),
+    "a weight in words": ("x.jsonl", rows(dict(messages=[Q, A | dict(loss="half")])), "loss='half': an answer"),
     "texts in an object": ("x.jsonl", rows(dict(translation=dict(en="q", fr="a"))), "--prompt_column=translation.en"),
     "no header": ("x.csv", "你好,您好\n再见,再见\n", "the first line of a table must name its columns"),
     "Spanish": ("x.csv", "prompt,response\nseñores,niños\n".encode("cp1252"), "type --encoding=cp1252"),

@@ -14,10 +14,12 @@ from model.commands.summary import rate_text
 from model.display.answer_words import ANSWERS
 from model.display.answers import FORMATS
 from model.display.catalogue import CATALOGUE, SCREEN, Texts, language_of
-from model.display.check_words import CHECKS
 from model.display.data_words import DATA
+from model.display.doctor_words import DOCTOR
+from model.display.log_words import LOG
 from model.display.model_table import comparison_lines
 from model.display.page_words import PAGE
+from model.display.plan_words import PLAN
 from model.display.tool_words import TOOLS
 from model.display.words import WORDS
 from model.train.loader import Schedule
@@ -112,4 +114,6 @@ def test_a_warm_up_that_rounds_to_no_steps_is_not_told():
 
 
 def test_no_part_of_the_catalogue_hides_a_text_of_another():
-    assert len(CATALOGUE["en"]) == sum(len(part["en"]) for part in (SCREEN, WORDS, ANSWERS, TOOLS, DATA, CHECKS, PAGE))
+    assert len(CATALOGUE["en"]) == sum(
+        len(part["en"]) for part in (SCREEN, WORDS, LOG, ANSWERS, TOOLS, DATA, DOCTOR, PLAN, PAGE)
+    )

@@ -12,7 +12,19 @@ from types import SimpleNamespace
 import pytest
 
 from model.display import console
-from model.display.console import Progress, epoch_line, human_bytes, human_seconds, memory_text, train_line
+from model.display.catalogue import CATALOGUE
+from model.display.console import (
+    EPOCH_FIELDS,
+    TRAIN_FIELDS,
+    Progress,
+    epoch_line,
+    human_bytes,
+    human_seconds,
+    memory_text,
+    sample_line,
+    train_line,
+)
+from model.display.view import is_shown
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAW = """
@@ -62,9 +74,23 @@ def test_a_nan_loss_is_shown_as_nan():
 
 
 def test_an_epoch_line_shows_the_epoch_and_the_best():
-    record = {"epoch": 2, "avg_loss": 3.0, "val_loss": 3.2, "cur_bleu4": 0.11, "best_bleu4": 0.12, "best_epoch": 1}
-    expected = "epoch:2, avg_loss:3.0000, val_loss:3.2000, cur_bleu4:0.1100, best_bleu4:0.1200, best_epoch:1"
+    record = {"epoch": 2, "val_loss": 3.2, "cur_bleu4": 0.11, "best_val_loss": 3.1, "best_step": 100}
+    expected = "epoch:2, val_loss:3.2000, cur_bleu4:0.1100, best_val_loss:3.1000, best_step:100"
     assert epoch_line(record) == "epoch log: " + expected
+
+
+def test_log_lines_are_chinese_where_the_reader_is_and_the_screen_knows_them_in_both_languages(monkeypatch):
+    log = "[2026-01-02 03:04:05.678] [INFO]: "
+    for language in CATALOGUE:
+        monkeypatch.setenv("CHAT_LANG", language)
+        lines = [
+            train_line({key: 1.0 for key, _ in TRAIN_FIELDS.values()}),
+            sample_line(dict(question="问", answer="答")),
+        ]
+        lines.append(epoch_line({key: 1.0 for key, _ in EPOCH_FIELDS.values()} | {"averaged": False, "loss": None}))
+        assert all(is_shown(log + line) for line in lines)
+    assert lines[0].startswith("训练：轮:1, 步:1.0, 损失:1.0000, ") and "所评:权重, " in lines[2]
+    assert not re.search("[a-z_]{4}", "".join(lines).replace("distinct", "")), lines
 
 
 @pytest.mark.parametrize(

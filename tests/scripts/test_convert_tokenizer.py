@@ -88,7 +88,7 @@ def test_characters_outside_the_vocabulary_keep_their_bytes_as_transformers_read
     assert ours.encode(text) == theirs.encode(text) == stock(text, add_special_tokens=False).input_ids
     assert ours.decode(ours.encode("😀 é龘")) == "😀 é龘"
     assert ours.encode("a</s>b<0x41><extra_id_0>") == theirs.encode("a</s>b<0x41><extra_id_0>")
-    assert ours.reserved_id("<extra_id_0>") >= 520
+    assert ours.backend.token_to_id("<extra_id_0>") >= 520
 
 
 @pytest.mark.parametrize("options", [dict(model_type="bpe"), dict(add_dummy_prefix=False)])

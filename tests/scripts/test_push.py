@@ -124,6 +124,22 @@ def test_damaged_weights_are_not_sent(run_dir, push, tmp_path):
     assert code == 2 and "model.safetensors cannot be read as weights" in error and "copy it again" in error
 
 
+@pytest.mark.parametrize(
+    "name, text, words",
+    [("config.json", "{", "is not JSON"), ("config.json", '{"d_model": 8}', "says model_type=None: it must name")]
+    + [("config.json", None, "says model_type=None"), ("generation_config.json", "[1]", "holds a JSON list")]
+    + [
+        ("model.safetensors.index.json", '{"weight_map": {"x": "model-1-of-2.safetensors"}}', "-2.safetensors', and it")
+    ],
+)
+def test_a_model_that_nobody_could_read_is_not_sent(run_dir, push, name, text, words):
+    (run_dir / "best" / name).unlink(missing_ok=True)
+    if text is not None:
+        (run_dir / "best" / name).write_text(text)
+    code, _, error = push(run_dir / "best", "me/x", "--dry_run")
+    assert code == 2 and f"best/{name}" in error and words in error
+
+
 def test_a_dry_run_lists_what_would_be_sent_and_needs_no_network(run_dir, push):
     (run_dir / "best" / "a\x1b[2J\udcff").write_text("a name that clears the screen, and is no text")
     code, out, _ = push(run_dir, "ada/chat", "--dry_run")
@@ -142,8 +158,14 @@ def test_the_files_arrive_in_a_private_repository(run_dir, push):
         created = server.said["create"]  # huggingface_hub 2 says visibility, 1 private
         assert created["name"] == "chat" and (created.get("private") or created.get("visibility") == "private")
         assert set(SENT) <= set(server.files) and "train.log" not in server.files
+        card = server.files["README.md"]
+        assert card == (run_dir / "best" / "README.md").read_bytes() and b"base_model" not in card
+        assert push(run_dir, "ada/chat", "--yes", "--base=ada/base", server=server)[0] == 0
+        assert b'\nbase_model: "ada/base"\n---\n' in server.files["README.md"]
         assert server.files["model.safetensors"] == (run_dir / "best" / "model.safetensors").read_bytes()
     assert "/ada/chat" in out.splitlines()[-1]
+    (run_dir / "best" / "README.md").unlink()
+    assert "has no README.md" in push(run_dir, "ada/chat", "--yes", "--base=ada/base")[2]
 
 
 def test_a_public_repository_is_refused_unless_it_is_asked_for_and_a_dead_hub_is_said(run_dir, push):
@@ -166,10 +188,9 @@ def test_an_adapter_is_sent_with_its_base_s_name_on_the_hub_and_no_directory(tmp
     code, _, error = push(tmp_path / "run", "ada/chat", "--dry_run")
     assert code == 2 and f"was trained on {plain}" in error and "--base=ORGANISATION/NAME" in error
     assert "must be ORGANISATION/NAME" in push(tmp_path / "run", "ada/chat", "--base=base", "--dry_run")[2]
-    assert "no adapter" in push(plain, "ada/chat", "--base=ada/base", "--dry_run")[2]
     with hub() as server:
         code, out, error = push(tmp_path / "run", "ada/chat", "--base=ada/base", "--yes", server=server)
-    assert code == 0 and "an adapter on ada/base" in out, error
+    assert code == 0 and "trained on top of ada/base" in out, error
     assert not [name for name, content in server.files.items() if str(tmp_path).encode() in content]
     assert b'base = "ada/base"' in server.files["README.md"] and b'base_model: "ada/base"' in server.files["README.md"]
 
@@ -184,6 +205,10 @@ def test_an_adapter_is_sent_with_its_base_s_name_on_the_hub_and_no_directory(tmp
     (sent / "adapter_config.json").write_text(json.dumps(config | dict(base_model_name_or_path=str(plain))))
     ours, theirs = read_adapter(tmp_path / "run" / "best"), read_adapter(sent)
     assert theirs.lora == ours.lora and all(theirs.tensors[name].equal(ours.tensors[name]) for name in ours.tensors)
+
+    (sent / "adapter_config.json").write_text(json.dumps(config | dict(base_model_name_or_path="a" * 5000)))
+    with pytest.raises(ValueError, match="says base_model_name_or_path='a{50,80}: write the base's directory"):
+        read_adapter(sent)
 
     model.lora = LoraConfig(rank=2, alpha=4, targets=("q",), base=str(cached))
     export_adapter(model, tokenizer, tmp_path / "of_cached")

@@ -57,7 +57,7 @@ def test_an_existing_tokenizer_is_replaced_only_with_overwrite_by_one_of_the_kin
     assert there.read_text() == "old"
     assert run_script(*words, "--overwrite", "--kind", "byte_level", cwd=tmp_path).returncode == 0
     written = load_tokenizer(tmp_path / "out")
-    assert written.vocab_size == 457 and written.reserved_id("<|im_end|>") == written.eos_id
+    assert written.vocab_size == 457 and written.backend.token_to_id("<|im_end|>") == written.eos_id
 
 
 def test_an_output_dir_that_cannot_be_made_is_refused_before_the_files_are_read(tmp_path):

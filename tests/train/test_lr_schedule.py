@@ -16,7 +16,6 @@ def test_the_rate_warms_up_to_the_peak_and_ends_at_zero(schedule):
     assert rate(1500) == pytest.approx(0, abs=1e-12)
     after_peak = [rate(pairs) for pairs in range(100, 1001)]
     assert after_peak == sorted(after_peak, reverse=True)
-    assert rate(321) == rate(321)
 
 
 def test_cosine_and_wsd_fall_as_their_formulas_say():

@@ -52,7 +52,9 @@ def test_the_reference_is_the_weights_at_the_run_s_start_killed_stopped_or_out_o
     assert done.codes == [0], done.text
     first = journal(home / name, "train")[0]
     assert first["loss"] == pytest.approx(math.log(2) - 0.5 * first["chosen_log_prob"], abs=1e-4)
-    assert first["margin"] == pytest.approx(0, abs=1e-4)
+    assert [first[name] for name in ("margin", "chosen_log_ratio", "rejected_log_ratio")] == pytest.approx(
+        [0] * 3, abs=1e-4
+    )
 
     def forget():
         for folder in tokens.glob("*/derived_*"):

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import torch
 
 from model.nn.decoder.sizes import DecoderModelConfig
+from model.nn.given_sizes import PUBLISHED, check_given
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # how transformers' classes begin
@@ -46,8 +47,9 @@ def config_of(values, path):
     """DecoderModelConfig of the dict `values` of a Hugging Face config.json; raises ValueError for invalid values."""
     known = DEFAULTS[values["model_type"]] | {name: x for name in SIZES if (x := values.get(name)) is not None}
     if values.get("num_key_value_heads", 0) is None:
-        del known["num_key_value_heads"]
+        known.pop("num_key_value_heads", None)
     try:
+        check_given(DecoderModelConfig, known)
         scaling = dict(_rotary(values))
         theta = scaling.pop("rope_theta", values.get("rope_theta", DEFAULT_THETA))
         theta = float(theta) if isinstance(theta, int) else theta
@@ -58,7 +60,7 @@ def config_of(values, path):
             raise ValueError("vocab_size is missing")
         return model_config
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} is not a decoder's configuration: {error!s:.500}") from None
+        raise ValueError(f"{path} is not a decoder's configuration: {error!s:.500}: {PUBLISHED}") from None
 
 
 def _rotary(values):

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from model.nn.given_sizes import PUBLISHED, check_given
 from model.nn.t5.sizes import T5ModelConfig
 
 HEAD = "lm_head.weight"
@@ -75,8 +76,10 @@ def config_of(values, path):
                 f"{path} says {other}={values[other]!r:.80} and {name}={values.get(name)!r:.80}: they must be equal"
             )
     try:
+        sizes = {name: values[name] for name in SIZES if name in values}
+        check_given(T5ModelConfig, sizes)
         model_config = T5ModelConfig(
-            **{name: values[name] for name in SIZES if name in values}, model_type=values["model_type"],
+            **sizes, model_type=values["model_type"],
             feed_forward_proj=_projection(values), scale_decoder_outputs=_scales(values),
             decoder_start_token_id=_start(values),
         )  # fmt: skip
@@ -86,7 +89,7 @@ def config_of(values, path):
             raise ValueError(f"decoder_start_token_id must be below vocab_size={model_config.vocab_size}")
         return model_config
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a T5 configuration: {error!s:.500}") from None
+        raise ValueError(f"{path} is not a T5 configuration: {error!s:.500}: {PUBLISHED}") from None
 
 
 def _projection(values):

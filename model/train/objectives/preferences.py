@@ -33,12 +33,15 @@ class Preferences:
 
     name = "preferences"
     values = ()
-    metrics = (
-        "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob",
-        "loss",
-    )  # fmt: skip
     sequences_per_row, has_answers = 2, True
     needs = NEEDS
+
+    @property
+    def metrics(self):
+        return (
+            "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_log_prob", "rejected_log_prob",
+            *(("chosen_log_ratio", "rejected_log_ratio") if self.loss.needs_reference else ()), "loss",
+        )  # fmt: skip
 
     @property
     def columns(self):
@@ -93,7 +96,8 @@ class Preferences:
 
     def weights(self, store, ids, seed, epoch):
         pairs, (chosen, rejected) = len(ids), self.form.target_tokens(store, ids).sum(axis=0).tolist()
-        return (pairs, chosen), (pairs,) * 5 + (chosen, rejected, chosen)
+        a_token = (chosen, rejected) * (2 if self.loss.needs_reference else 1)
+        return (pairs, chosen), ((pairs,) * 5 + a_token + (chosen,))
 
     def losses(self, model, batch, chunk_tokens):
         of_tokens = model.token_log_probs(batch, chunk_tokens)
@@ -107,7 +111,10 @@ class Preferences:
         rewards = self.loss.beta * torch.stack([chosen - rejected, chosen, rejected]).detach().sum(1)
         accuracy = ((chosen > rejected) * is_real[:, 0]).sum()
         loss, sft = sums.detach()
-        return sums, torch.stack([loss, accuracy, *rewards, *log_probs.detach().sum(0), sft])
+        a_token = [*log_probs.detach().sum(0)]
+        if self.loss.needs_reference:
+            a_token += (log_probs.detach() - references).sum(0)
+        return sums, torch.stack([loss, accuracy, *rewards, *a_token, sft])
 
     def questions(self, store, ids):
         return self.form.questions(store, ids)

@@ -109,6 +109,8 @@ def test_the_sizes_of_published_models_are_read():
     newer = PUBLISHED | dict(rope_theta=None, rope_parameters=dict(rope_type="default", rope_theta=5e6), head_dim=64)
     assert (config_of(newer, "").rope_theta, config_of(newer, "").head_dim) == (5e6, 64)
     assert config_of(PUBLISHED | dict(model_type="qwen3"), "").head_dim == 128
+    older = PUBLISHED | dict(model_type="llama", num_key_value_heads=None)
+    assert config_of(older, "").num_key_value_heads == 32
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,14 @@ def test_what_is_not_computed_is_refused_by_its_field(changes, field):
 def test_sizes_that_no_model_can_have_are_refused(changes):
     with pytest.raises(ValueError, match="config.json is not a decoder's configuration"):
         config_of(PUBLISHED | changes, "config.json")
+
+
+@pytest.mark.parametrize(
+    "value, words", [(None, "it lacks hidden_size, and a model needs"), ("x", "must be whole.*hidden_size='x'")]
+)
+def test_a_size_that_is_missing_or_no_number_is_named_with_the_rule_and_what_to_do(value, words):
+    with pytest.raises(ValueError, match=f"config.json is not.*{words}.*take the config.json that"):
+        config_of(PUBLISHED | dict(hidden_size=value), "config.json")
 
 
 def test_a_model_s_json_file_chooses_the_variant_by_the_family():
