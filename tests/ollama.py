@@ -12,6 +12,8 @@ from time import sleep
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+import torch
+
 from tests.ranks import free_port
 
 PROMPT = re.compile(r'msg="completion request".* prompt=("(?:[^"\\]|\\.)*")')  # a line of its log at the third level
@@ -62,3 +64,30 @@ def _await(ollama):
         except URLError:
             sleep(0.1)
     raise AssertionError(ollama.log.read_text()[-2000:])
+
+
+def gap_of(model, tokenizer, ids, answer, text):
+    """By how many nats a model prefers the first token of `answer` that a text has not; 0 if it has all."""
+    shown = [_text_of(tokenizer, answer[:n]) for n in range(len(answer) + 1)]
+    if text == shown[-1]:
+        return 0
+    # where "我们" is a token, a text that begins with it has left an answer that begins with "我" before that
+    places = [n for n, one in enumerate(shown[:-1]) if text.startswith(one)]
+    return min(_gap_at(model, tokenizer, (ids, answer, text), place) for place in places)
+
+
+def _gap_at(model, tokenizer, row, place):
+    """By how many nats a model prefers the token at a place of an answer to those that the text may have there."""
+    ids, answer, text = row
+    with torch.no_grad():
+        scores = model(torch.tensor([[*ids, *answer[:place]]])).logits[0, -1].log_softmax(-1)
+    others = {n: _text_of(tokenizer, [*answer[:place], n]) for n in range(tokenizer.vocab_size) if n != answer[place]}
+    others[tokenizer.eos_id] = text if text == _text_of(tokenizer, answer[:place]) else None
+    likeliest = max(float(scores[n]) for n, one in others.items() if one is not None and text.startswith(one))
+    return float(scores[answer[place]]) - likeliest
+
+
+def _text_of(tokenizer, ids):
+    """What Ollama shows of these ids: not what ends an answer, and no part of a character at its end."""
+    kept = [number for number in ids if number != tokenizer.eos_id]
+    return tokenizer.backend.decode(kept, skip_special_tokens=False).rstrip("\ufffd")

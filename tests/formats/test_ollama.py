@@ -7,7 +7,6 @@ import shutil
 import subprocess
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +21,7 @@ from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.formats.test_gguf import NEAR_TIE, TALKS, write_decoder
 from tests.llama import answers_of
 from tests.nn.decoder.test_network import VARIANTS
-from tests.ollama import ollama_at
+from tests.ollama import gap_of, ollama_at
 
 needs_go = pytest.mark.skipif(not shutil.which("go"), reason="go is not installed")
 needs_ollama = pytest.mark.skipif(not shutil.which("ollama"), reason="Ollama is not installed")
@@ -164,23 +163,6 @@ def write_answering(directory, tokenizer, **changes):
             row.zero_()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     add_values(directory / "generation_config.json", dict(max_new_tokens=24))
-
-
-def gap_of(model, tokenizer, ids, answer, text):
-    """By how many nats a model prefers the first token of `answer` that a text has not; 0 if it has all."""
-    shown = [tokenizer.backend.decode(answer[:n], skip_special_tokens=False) for n in range(len(answer) + 1)]
-    if text == shown[-1].removesuffix("<|im_end|>"):
-        return 0
-    common = max(n for n, one in enumerate(shown) if text.startswith(one))
-    with torch.no_grad():
-        scores = model(torch.tensor([[*ids, *answer[:common]]])).logits[0, -1].log_softmax(-1)
-    others = [tokenizer.backend.decode([*answer[:common], n], skip_special_tokens=False) for n in range(len(scores))]
-    nexts = [
-        n
-        for n, one in enumerate(others)
-        if n == tokenizer.eos_id or len(one) > len(shown[common]) and text.startswith(one)
-    ]
-    return float(scores[answer[common]] - scores[nexts].max())
 
 
 @needs_ollama
