@@ -10,6 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from model.data.default_template import default_template
+from model.data.template_frames import TemplateFrames
 from model.data.tokenizer import load_tokenizer
 from model.data.turn_template import turn_template, write_turn_template
 from model.formats.conversions import to_gguf
@@ -97,9 +99,11 @@ def test_go_makes_of_each_template_known_here_the_prompts_of_the_chat_template(t
 
 
 def test_the_modelfile_says_the_settings_and_the_system_s_text_or_passes_prompts_on(tmp_path):
+    tokenizer = make_qwen_tokenizer(tmp_path, marks=MARKS)
+
     def text_of(template, ends=(), **settings):
-        tokenizer = make_qwen_tokenizer(tmp_path / "tokenizer", template=template, marks=MARKS)
-        return modelfile("m.gguf", turn_template(tokenizer).frames, settings, ends)
+        frames = TemplateFrames(tokenizer, template or default_template(tokenizer))
+        return modelfile("m.gguf", frames, settings, ends)
 
     plain = text_of(TEMPLATES["qwen1_5"], ["<|im_end|>", "好"])
     chatml = "{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
