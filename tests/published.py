@@ -45,7 +45,9 @@ DERIVED = dict(_from_model_config=True, decoder_start_token_id=0, eos_token_id=1
 
 # fields of the published Qwen3's tokenizer_config.json, and names of its tensors, with N for a layer's number
 QWEN3_TOKENIZER = dict(
-    add_bos_token=False, add_prefix_space=False, bos_token=None, clean_up_tokenization_spaces=False,
+    add_bos_token=False, add_prefix_space=False, added_tokens_decoder={"151643": dict(content="<|endoftext|>")},
+    additional_special_tokens=["<|im_start|>", "<|im_end|>", "<|object_ref_start|>"], bos_token=None,
+    chat_template="{%- if tools %}", clean_up_tokenization_spaces=False,
     eos_token="<|im_end|>", errors="replace", model_max_length=131072, pad_token="<|endoftext|>",
     split_special_tokens=False, tokenizer_class="Qwen2Tokenizer", unk_token=None,
 )  # fmt: skip

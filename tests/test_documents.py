@@ -126,7 +126,7 @@ def test_a_page_of_the_guide_stays_short(page):
     assert len(text_of(page).splitlines()) <= MOST_LINES
 
 
-def test_the_image_of_docker_is_built_from_the_pinned_packages():
+def test_the_image_of_docker_is_built_from_the_pinned_packages_without_what_git_ignores():
     lines = text_of("scripts/Dockerfile").splitlines()
     installs = [line for line in lines if "pip install" in line]
     assert installs and all("-c constraints.txt" in line for line in installs)
@@ -134,6 +134,8 @@ def test_the_image_of_docker_is_built_from_the_pinned_packages():
     assert extras <= set(re.findall(r"^(\w+) = \[", text_of("pyproject.toml"), re.MULTILINE))
     copied = re.search(r"^COPY (.*) \./$", "\n".join(lines), re.MULTILINE).group(1).split()
     assert all((ROOT / name).is_file() for name in copied)
+    left_out = {line.removeprefix("**/") for line in text_of("scripts/Dockerfile.dockerignore").splitlines()}
+    assert {line.strip("/") for line in text_of(".gitignore").splitlines() if line} <= left_out
 
 
 @pytest.mark.parametrize("page", [chinese for _, chinese in PAIRS])

@@ -15,7 +15,7 @@ SHOWN_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_resp
 SETTINGS = dict(
     tokenizer_class="Qwen2Tokenizer", eos_token=CLOSER, pad_token=PAD, bos_token=None, unk_token=None,
     add_bos_token=False, add_prefix_space=False, split_special_tokens=False, clean_up_tokenization_spaces=False,
-    errors="replace", model_max_length=32_768,
+    errors="replace", model_max_length=32_768, additional_special_tokens=[OPENER, CLOSER],
 )  # fmt: skip
 
 

@@ -47,7 +47,12 @@ GENERATION_FIELDS = dict(
     same="do_sample", own="eos_token_id pad_token_id transformers_version",
     absent="bos_token_id temperature top_k top_p",  # as the run was told
 )  # fmt: skip
-TOKENIZER_FIELDS = dict(same=" ".join(QWEN3_TOKENIZER.keys() - {"model_max_length"}), own="model_max_length", absent="")
+TOKENIZER_FIELDS = dict(
+    same="add_bos_token add_prefix_space bos_token clean_up_tokenization_spaces eos_token errors pad_token "
+    "split_special_tokens tokenizer_class unk_token",
+    own="additional_special_tokens model_max_length",
+    absent="added_tokens_decoder chat_template",  # in tokenizer.json and chat_template.jinja
+)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +122,8 @@ def test_a_decoder_from_scratch_says_each_field_that_a_published_qwen3_has(home)
     check_fields(values_of(ours, "generation_config.json"), settings, GENERATION_FIELDS)
     check_fields(values_of(ours, "tokenizer_config.json"), QWEN3_TOKENIZER, TOKENIZER_FIELDS)
     assert (ours / "chat_template.jinja").is_file()
+    read = AutoTokenizer.from_pretrained(ours)
+    assert {*read.all_special_tokens} == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
 
 
 def test_tensors_have_the_published_names(home):

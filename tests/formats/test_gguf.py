@@ -1,7 +1,6 @@
 """A decoder in a GGUF file has its tensors, sizes and tokenizer; llama.cpp gives its ids and its greedy answers."""
 
 import json
-import math
 import shutil
 import unicodedata
 
@@ -22,7 +21,6 @@ from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.rotary import rotary_at
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.serve.answering import load_chat_model, prompt_ids
-from tests.data.chat_templates import MINIMIND
 from tests.data.qwen_tokenizer import make_qwen_tokenizer
 from tests.data.test_tokenizer import random_strings
 from tests.llama import answers_of, asked_of, first_difference, greedy_of, open_in_llama_cpp
@@ -203,31 +201,6 @@ def test_what_such_a_file_cannot_hold_is_refused_before_it_stands_there(tmp_path
     with pytest.raises(ValueError, match="1 tensors missing"):
         to_gguf(tmp_path / "damaged", tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
-
-
-def test_the_modelfile_says_chatml_its_system_text_and_the_settings_or_passes_prompts_on(tmp_path, home):
-    add_values(
-        home / "trained_here" / "generation_config.json", dict(do_sample=True, top_p=0.9, repetition_penalty=1.1)
-    )
-    plain, drawn = ((written(home / name).parent / "Modelfile").read_text() for name in ("qwen2", "trained_here"))
-    chatml = "{{- range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
-    for name, text in dict(qwen2=plain, trained_here=drawn).items():
-        assert text.startswith(f'FROM ./{name}-f32.gguf\nTEMPLATE """{chatml}"""\n') and 'stop "<|im_end|>"\n' in text
-    assert 'SYSTEM """You are a helpful assistant"""\nPARAMETER temperature 0\nPARAMETER repeat_penalty 1.0\n' in plain
-    assert "SYSTEM" not in drawn and "PARAMETER top_p 0.9\nPARAMETER repeat_penalty 1.1\n" in drawn
-    strange = dict(do_sample=True, temperature=math.nan, top_k=math.inf, top_p=-1, eos_token_id=[-1, 2**40, True, "x"])
-    shutil.copytree(home / "qwen3", tmp_path / "strange")
-    add_values(tmp_path / "strange" / "generation_config.json", strange | dict(repetition_penalty=10**400))
-    text = (written(tmp_path / "strange").parent / "Modelfile").read_text()
-    assert "temperature 1.0\nPARAMETER top_k 50\nPARAMETER top_p 1.0\nPARAMETER repeat_penalty 1.0\n" in text
-    shutil.copytree(home / "qwen3", tmp_path / "minimind")
-    add_values(tmp_path / "minimind" / "tokenizer_config.json", dict(chat_template=MINIMIND))
-    text = (written(tmp_path / "minimind").parent / "Modelfile").read_text()
-    assert '<|im_start|>assistant\n<think>\n\n</think>\n\n"""\nSYSTEM """You are a helpful assistant"""' in text
-    other = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
-    shutil.copytree(home / "qwen3", tmp_path / "other")
-    add_values(tmp_path / "other" / "tokenizer_config.json", dict(chat_template=other))
-    assert 'TEMPLATE """{{ .Prompt }}"""' in (written(tmp_path / "other").parent / "Modelfile").read_text()
 
 
 @pytest.mark.parametrize("name", RULES)
