@@ -1,12 +1,15 @@
 """Train all weights of a Qwen3-1.7B with random weights on one card and on two: memory against the plan, and speed.
 
     python -m bench.whole_networks [--cases shared,one,two] [--steps 100] [--folder DIR]     on two GPUs
+    python -m bench.whole_networks --cases alone                                             on one GPU
     python -m bench.whole_networks --rehearse                                                on CPUs, a tiny one
 
 Each case is a run of train_low_mem.py under torchrun on one text of 2,048 tokens for each card and step, or on four. It
 prints a JSON line: the peak reserved by rank 0, what the plan predicted, the events of the run, milliseconds a step
 (the median of the journal's lines after the first), tokens a second, and what is wrong; then how many times as fast two
-cards are as one. The folder needs 90 GB of disk for the checkpoint at the end of a run, which is removed afterwards.
+cards are as one. `alone`: milliseconds of an update of masters and state in host memory, of its transfers without the
+computation, and of that without transfers. The folder needs 90 GB of disk for the checkpoint at the end of a run, which
+is removed afterwards.
 """
 
 import argparse
@@ -17,12 +20,19 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
+
+import torch
 
 from bench.children import Job, run_job
 from model.data.tokenizer import PROBE
 from model.data.tokenizer_training import train_tokenizer
+from model.nn.decoder.network import DecoderModel
+from model.nn.registry import load_model_config
 from model.run.journal import read_journal
+from model.train.optim import make_optimizer
+from tests.parts import make_config
 
 GIB = 2**30
 QWEN = dict(
@@ -53,7 +63,7 @@ def main():
     write_inputs(folder, TINY if given.rehearse else QWEN, 64 if given.rehearse else 2048)
     found = {}
     for name in given.cases.split(","):
-        found[name] = measured(folder, name, given)
+        found[name] = parts_alone(folder, given) if name == "alone" else measured(folder, name, given)
         print(json.dumps(found[name]), flush=True)
     if {"one", "two"} <= found.keys() and all(not found[name]["wrong"] for name in ("one", "two")):
         gain = found["two"]["tokens_per_second"] / found["one"]["tokens_per_second"]
@@ -101,6 +111,29 @@ def measured(folder, name, given):
     values = figures(run_dir, name, most_gib, given.rehearse)
     shutil.rmtree(run_dir)
     return values | dict(seconds=round(done.seconds, 1))
+
+
+def parts_alone(folder, given):
+    """JSON values of an update in host memory, and of its parts alone; each is the second of two."""
+    device = torch.device("cpu" if given.rehearse else f"cuda:{given.first_card}")
+    with torch.device("meta"):
+        model = DecoderModel(load_model_config(str(folder / "sizes.json")), compute_dtype=torch.bfloat16)
+    model.place(device, True)
+    optimizer = make_optimizer(model, make_config(optimizer="adamw", offload="optimizer"))
+    values = dict(case="alone", weights=len(model.flat.gradients), update_ms=update_ms(optimizer, device))
+    kept, optimizer.update_part = optimizer.update_part, lambda *_: None
+    values |= dict(transfers_ms=update_ms(optimizer, device))
+    optimizer.update_part, optimizer.fetch, optimizer.give_back = kept, lambda *_: None, lambda *_: None
+    return values | dict(computation_ms=update_ms(optimizer, device), wrong="")
+
+
+def update_ms(optimizer, device):
+    for _ in range(2):
+        started = time.perf_counter()
+        optimizer.update(1e-4, torch.ones((), device=device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return round(1e3 * (time.perf_counter() - started), 1)
 
 
 def figures(run_dir, name, most_gib, is_rehearsed):

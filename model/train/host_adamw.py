@@ -117,9 +117,9 @@ class HostAdamW(AdamW):
             weights.copy_(updated)
         else:
             round_to(weights, updated, position, self.key)
-        self._give_back(slot, number, start, stop)
+        self.give_back(slot, number, start, stop)
 
-    def _give_back(self, slot, number, start, stop):
+    def give_back(self, slot, number, start, stop):
         """Begin to copy a piece that the device has updated to the host."""
         if slot.updated:
             slot.updated.record()

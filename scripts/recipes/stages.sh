@@ -105,16 +105,17 @@ make_tokenizer() {
         --kind="$kind" --vocab_size "$vocab_size" --overwrite
 }
 
-# A run in $out/$1 on the file $2 of $out/data, with these further options; ends the recipe if it was stopped.
+# A run in $out/$1 on the files $2 of $out/data, FILE[,FILE:WEIGHT], judged on what is kept of the first, with these
+# further options; ends the recipe if it was stopped.
 train_stage() {
-    local run=$out/$1 data=$out/data/$2 word stage=()
+    local run=$out/$1 data=$out/data/${2//,/,$out/data/} first=$out/data/${2%%,*} word stage=()
     shift 2
     ! is_finished "$run" || return 0
     for word in "$@"; do # a number of steps that was typed stands in place of the recipe's epochs
         [[ $word == --epochs=* && " ${options[*]}" == *" --max_steps="* ]] || stage+=("$word")
     done
     say "trains $run" "训练 $run"
-    (start_training --train_file="$data" --validation_file="${data%.*}_valid.${data##*.}" --output_dir="$run" "${stage[@]}")
+    (start_training --train_file="$data" --validation_file="${first%.*}_valid.${first##*.}" --output_dir="$run" "${stage[@]}")
     is_finished "$run" || {
         say "stopped in $run: type the same command to go on" "停在 $run：再输入同一条命令就继续"
         exit 1
