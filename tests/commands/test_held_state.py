@@ -56,6 +56,7 @@ def test_the_plan_takes_the_way_to_hold_state_that_costs_least_of_those_that_it_
     assert held(1, 40, **auto) == [6.4, 12.8]
     assert held(1, 24, **auto) == [0, 0], "in host memory: fewer bits come last"
     assert held(1, 24, master_dtype="auto") == [0, 12.8]
+    assert held(1, 24, share_state="False", **auto) == [0, 12.8], "what is not shared is not offloaded"
     assert held(2, 24, **auto) == [3.2, 6.4], "shared"
     assert held(2, 16, **auto) == [0, 0]
     small = plan(2, 40_960, model="small", gpu_memory_limit_gb=6, **auto)
