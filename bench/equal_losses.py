@@ -66,7 +66,7 @@ def furnish(folder, objective, on_gpus):
         train_file=folder / "rows.jsonl", tokenizer_dir=folder / "tokenizer", validation_file="", max_seq_len=96,
         global_batch_size=32 if on_gpus else 16, max_steps=STEPS, epochs=None, save_steps=10_000, output_dir="run",
     )  # fmt: skip
-    options |= dict(gpu_memory_limit_gb=6) if on_gpus else {}  # several runs share a GPU
+    options |= dict(gpu_memory_limit_gb=8) if on_gpus else {}  # several runs share a GPU
     if objective in WHOLE:
         return options | dict(model="small" if on_gpus else "tiny") | WHOLE[objective]
     sizes = MODELS["mini"] if on_gpus else dict(family="qwen3") | QWEN_SIZES

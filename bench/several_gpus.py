@@ -39,7 +39,7 @@ PARTS = ("scaling", "backends", "machines", "equal", "recorded", "faults", "kill
 CHILDREN = MACHINES | {f"equal-{objective}": partial(equal, objective) for objective in OBJECTIVES}
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
 LIMIT_SECONDS = dict(
-    scaling=240, backends=150, machines=200, equal=150, recorded=200, faults=300, kills=300, signals=420, starts=200
+    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=420, starts=200
 ) | {"whole_1.7b": 420, "whole_4b": 560, "lora_7b": 480}  # fmt: skip
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
 # The benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
@@ -134,17 +134,17 @@ def others(part, given, folder):
     """([Job] of a part whose jobs use all GPUs, the environment of each that may run at a time)."""
     names = [name for name in CHILDREN if name == part or name.startswith(f"{part}-")] or [part]
     env, limit = dict(FAULTS_PAGE=str(folder / "faults.md")), limit_of(part, given)
-    jobs = [Job(name, [sys.executable, "-m", *words_of(name, given, folder)], limit, env) for name in names]
+    jobs = [Job(name, [sys.executable, "-m", *words_of(name, given)], limit, env) for name in names]
     return jobs, [{}] * (len(jobs) if given.num_gpus else 1)  # those of `equal` are hardly at work on GPUs
 
 
-def words_of(name, given, folder):
-    """The module and the words of a job."""
-    worlds = ",".join(map(str, given.worlds))
+def words_of(name, given):
+    """The module and the words of a job; what is large is written beside the results' folder, which others may copy."""
+    worlds, work = ",".join(map(str, given.worlds)), Path(tempfile.mkdtemp()) / name
     if name in CHILDREN:
-        return ["bench.several_gpus", "--child", name, "--folder", folder / name]
+        return ["bench.several_gpus", "--child", name, "--folder", work]
     if name in WHOLE:
-        own = ["--network", WHOLE[name], "--worlds", worlds, "--steps", 40, "--unsaved", "--folder", folder / name]
+        own = ["--network", WHOLE[name], "--worlds", worlds, "--steps", 40, "--unsaved", "--folder", work]
         return ["bench.whole_networks", *own, *["--rehearse"] * (not given.num_gpus)]
     several = worlds.removeprefix("1,") if name == "kills" else max(2, *given.worlds)
     return [*(ON_GPUS if given.num_gpus else REHEARSED)[name], "--worlds", several]

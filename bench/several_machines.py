@@ -16,7 +16,7 @@ from tests.ranks import free_port, launcher
 from tests.tiny import NUM_PAIRS, furnish, ids_by_epoch, journal, weights_hash, words
 from tests.trials import WITH_KERNELS, tell
 
-RUN_SECONDS = 150  # of one run, at most
+RUN_SECONDS = 200  # of one run, at most
 ENDED_SECONDS = 60  # in which the ranks that are left end after a kill
 OPTIONS = dict(bleu_pairs=2, max_new_tokens=4, save_steps=1, ddp_timeout_s=45)
 
