@@ -13,6 +13,7 @@ from model.commands.recipe import _ways, with_config
 from model.memory.plan import USABLE, NothingFits
 from model.memory.transfers import ASSUMED, transfer_seconds
 from model.runtime.device_memory import CONTEXT_BYTES
+from tests.sizes import QWENS
 
 GIB = 2**30
 QWEN = dict(
@@ -76,6 +77,17 @@ def test_all_weights_of_a_qwen_of_1_7b_fit_two_three_or_one_small_cards(tmp_path
         assert values["phases"]["step"] <= most * GIB, more
         gradients = 2 if "master_dtype" in more else 4
         assert values["fixed_bytes"]["gradients"] == gradients * values["parameters"]
+
+
+def test_all_weights_of_a_qwen_of_4b_fit_one_card_of_24_gb_or_eight(tmp_path):
+    sizes = QWENS["qwen3-4b"] | dict(family="qwen3")
+    del sizes["model_type"]
+    (tmp_path / "qwen.json").write_text(json.dumps(sizes))
+    options = dict(model=str(tmp_path / "qwen.json"), max_seq_len=2048, batch_size_per_gpu=1, optimizer="adamw")
+    options |= dict(master_dtype="bf16", mixed_precision="bf16", gpu_memory_limit_gb=23.5)
+    for num_processes, more in ((1, dict(offload="optimizer")), (8, dict(share_state="True"))):
+        phases = plan(num_processes, 151_936, **options | more)["phases"]
+        assert phases["load"] < 16 * GIB < phases["step"] < 22 * GIB
 
 
 def test_each_lever_says_its_memory_and_its_time_with_what_is_sent_over_links_that_are_said(tmp_path, monkeypatch):
