@@ -2,16 +2,16 @@
 against the plan, and speed.
 
     python -m bench.whole_networks [--network 1.7b] [--cases shared,one,two] [--steps 100] [--folder DIR]
-    python -m bench.whole_networks --network 4b|lora-7b --worlds 1,2,4,8     its speed, and memory under 24 GB (1.7b)
+    python -m bench.whole_networks --network 4b|lora-7b --worlds 1,2,4,8     its speed, and memory on cards of 24 GB
     python -m bench.whole_networks --rehearse                                on CPU processes, tiny networks
 
 Each case is a run of train_low_mem.py under torchrun on one text of 2,048 tokens for each card and step, or on four;
 one of lora-7b is a guide's command line of scripts/train_lora.py, in four bits. It prints a JSON line: the peak
 reserved by rank 0, what the plan predicted, the events of the run, milliseconds a step (the median of the journal's
 lines after the first), tokens a second, how many times those of the case `one` that is, and what is wrong. One card of
-80 GB holds all of 4b only if it computes all blocks again, text by text, so all cases of 4b do that: a step is the same
-work on one card and on several. The folder needs 90 GB of disk for the checkpoint at the end of a run, which is removed
-afterwards; with --unsaved a run is killed after its last step instead.
+80 GB holds all of 4b only if it computes all blocks again, text by text, so one, two, four and eight do that: a step is
+the same work on one card and on several. The folder needs 90 GB of disk for the checkpoint at the end of a run, which
+is removed afterwards; with --unsaved a run is killed after its last step instead.
 """
 
 import argparse
@@ -46,18 +46,27 @@ AGAIN = ["--gradient_checkpointing=True", f"--micro_batch_tokens={SEQUENCE}", "-
 BARS = {2: 1.8, 4: 3.6, 8: 7.0}  # times one card
 ADAPTER_BARS = {2: 1.85, 4: 3.7, 8: 7.3}
 CARDS = dict(one=1, two=2, four=4, eight=8)
-SHARED, ROUNDED = ["--optimizer=adamw", "--share_state=True"], ["--optimizer=adamw", "--master_dtype=bf16"]
+SHARED = ["--optimizer=adamw", "--share_state=True"]
+ROUNDED = ["--optimizer=adamw", "--mixed_precision=bf16", "--master_dtype=bf16"]
+CARD_24 = "--gpu_memory_limit_gb=23.5"
 CASES = {  # name: (cards, texts of a card and step, options, GiB that a card may reserve)
-    "shared": (2, 1, [*SHARED, "--gpu_memory_limit_gb=23.5"], 21),
-    "shared_four": (4, 1, [*SHARED, "--gpu_memory_limit_gb=23.5"], 21),
-    "shared_eight": (8, 1, [*SHARED, "--gpu_memory_limit_gb=23.5"], 21),
-    "shared_muon": (2, 1, ["--optimizer=muon", "--share_state=True", "--gpu_memory_limit_gb=23.5"], 21),
+    "shared": (2, 1, [*SHARED, CARD_24], 21),
+    "shared_four": (4, 1, [*SHARED, CARD_24], 21),
+    "shared_eight": (8, 1, [*SHARED, CARD_24], 21),
+    "host_24": (1, 1, [*ROUNDED, "--offload=optimizer", CARD_24], 23),
+    "rounded_eight": (8, 1, [*ROUNDED, "--share_state=True", CARD_24], 23),
+    "shared_muon": (2, 1, ["--optimizer=muon", "--share_state=True", CARD_24], 21),
     "shared_rounded": (2, 1, [*ROUNDED, "--share_state=True", "--gpu_memory_limit_gb=18.5"], 18),
     "host": (1, 1, ["--optimizer=adamw", "--offload=optimizer", "--gpu_memory_limit_gb=16"], 16),
     "host_rounded": (1, 1, [*ROUNDED, "--offload=optimizer", "--gpu_memory_limit_gb=12.4"], 12),
     "shared_host": (2, 1, ["--optimizer=adamw", "--offload=optimizer", "--gpu_memory_limit_gb=16"], 16),
     "two_whole": (2, 4, ["--optimizer=adamw", "--share_state=False"], 80),
 } | {name: (cards, 4, SHARED if cards > 1 else SHARED[:1], 80) for name, cards in CARDS.items()}  # fmt: skip
+SMALL_CARDS = {  # a case on cards of 24 GB, for so many of them
+    "1.7b": {2: "shared", 4: "shared_four", 8: "shared_eight"},
+    "4b": dict.fromkeys((1, 2, 4), "host_24") | {8: "rounded_eight"},
+    "lora-7b": {},
+}
 MOST_ERROR = 0.05  # of the predicted peak
 CASE_SECONDS, LINE_STEPS = 240, 5
 EVENTS = ("oom", "not_finite", "skip")
@@ -86,8 +95,8 @@ def arguments():
     given = parser.parse_args()
     if given.worlds:
         names = [name for name, cards in CARDS.items() if str(cards) in given.worlds.split(",")]
-        small = {"two": "shared", "four": "shared_four", "eight": "shared_eight"}.get(names[-1])
-        given.cases = ",".join([*names, *[small] * (given.network == "1.7b" and small is not None)])
+        small = SMALL_CARDS[given.network].get(CARDS[names[-1]], "")
+        given.cases = ",".join([*names, *[small] * bool(small)])
     return given
 
 
@@ -157,7 +166,7 @@ def whole_words(folder, name, given):
     ]
     words += [f"--model={folder / 'sizes.json'}", f"--train_file={folder / 'texts.jsonl'}"]
     words += [f"--max_seq_len={REHEARSED_SEQUENCE if given.rehearse else SEQUENCE}"]
-    return [*words, f"--global_batch_size={cards * texts}", *AGAIN * (given.network == "4b")]
+    return [*words, f"--global_batch_size={cards * texts}", *AGAIN * (given.network == "4b" and name in CARDS)]
 
 
 def adapter_words(folder, name, given):
