@@ -78,9 +78,10 @@ def furnish(folder, objective, on_gpus):
 
 
 def write_base(folder, sizes):
-    """Write a decoder with random weights, greater ones than a training begins with, so that its answers differ."""
+    """Write a decoder with random weights, greater ones than a training begins with, so that its logits differ."""
     tokenizer = make_qwen_tokenizer(folder.parent / "qwen")
-    sizes = config_from(sizes | dict(vocab_size=tokenizer.vocab_size, initializer_range=0.1))
+    deviation = sizes["hidden_size"] ** -0.5
+    sizes = config_from(sizes | dict(vocab_size=tokenizer.vocab_size, initializer_range=deviation))
     export_model(family_of(sizes).build(sizes).initialise(1), tokenizer, folder)
 
 

@@ -1,7 +1,7 @@
 """Several GPUs: how speed grows with them, and whether runs on them keep their promises; on CPUs a rehearsal.
 
     python -m bench.several_gpus [--parts scaling,backends,machines,equal,recorded,faults,kills,signals,starts,
-        whole_1.7b,whole_4b,lora_7b] [--minutes 60] [--gpus 4 | --rehearse]
+        whole_1.7b,whole_4b,lora_7b] [--minutes 9] [--gpus 4 | --rehearse]
         [--models small,chatlm] [--optimizers muon,adamw_rms] [--pairs 64,256] [--worlds 1,2,4] [--folder DIR]
 
 Parts: `scaling` times a step (bench.votes) with so many pairs on each GPU; `backends` runs accelerate's launcher with
@@ -40,7 +40,7 @@ CHILDREN = MACHINES | {f"equal-{objective}": partial(equal, objective) for objec
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
 LIMIT_SECONDS = dict(
     scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=420, starts=200
-) | {"whole_1.7b": 420, "whole_4b": 560, "lora_7b": 480}  # fmt: skip
+) | {"whole_1.7b": 480, "whole_4b": 900, "lora_7b": 480}  # fmt: skip
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
 # The benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
 ON_GPUS = dict(
@@ -81,7 +81,7 @@ def main():
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--minutes", type=float, default=9, help="jobs that are unfinished by then are stopped")
+    parser.add_argument("--minutes", type=float, default=60, help="jobs that are unfinished by then are stopped")
     parser.add_argument("--gpus", type=int, default=8, help="at most so many; 0: a rehearsal")
     parser.add_argument("--rehearse", dest="gpus", action="store_const", const=0, help="on CPU processes")
     parser.add_argument("--models", default="")
