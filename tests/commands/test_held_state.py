@@ -1,6 +1,7 @@
 """How the plan holds weights and state: whole, shared among ranks, in host memory, in bf16."""
 
 import json
+import re
 
 import pytest
 
@@ -88,6 +89,16 @@ def test_all_weights_of_a_qwen_of_4b_fit_one_card_of_24_gb_or_eight(tmp_path):
     for num_processes, more in ((1, dict(offload="optimizer")), (8, dict(share_state="True"))):
         phases = plan(num_processes, 151_936, **options | more)["phases"]
         assert phases["load"] < 16 * GIB < phases["step"] < 22 * GIB
+    both, only = (
+        "type --offload=optimizer and --master_dtype=bf16 with AdamW, or --opt",
+        "8), type --optimizer=adafactor,",
+    )
+    for more, named in (
+        (dict(master_dtype="float32"), both),
+        (dict(offload="optimizer", gpu_memory_limit_gb=12), only),
+    ):
+        with pytest.raises(NothingFits, match=re.escape(named)):
+            plan(1, 151_936, **options | more)
 
 
 def test_each_lever_says_its_memory_and_its_time_with_what_is_sent_over_links_that_are_said(tmp_path, monkeypatch):
