@@ -1,19 +1,20 @@
 """Several GPUs: how speed grows with them, and whether runs on them keep their promises; on CPUs a rehearsal.
 
-    python -m bench.several_gpus [--parts scaling,backends,machines,equal,recorded,faults,kills,signals,starts]
-        [--minutes 9] [--models small,chatlm] [--optimizers muon,adamw_rms] [--pairs 64,256]
-        [--worlds 1,2,4] [--folder DIR]
+    python -m bench.several_gpus [--parts scaling,backends,machines,equal,recorded,faults,kills,signals,starts,
+        whole_1.7b,whole_4b,lora_7b] [--minutes 9] [--gpus 4 | --rehearse]
+        [--models small,chatlm] [--optimizers muon,adamw_rms] [--pairs 64,256] [--worlds 1,2,4] [--folder DIR]
 
 Parts: `scaling` times a step (bench.votes) with so many pairs on each GPU; `backends` runs accelerate's launcher with
 NCCL, with Gloo (ACCELERATE_USE_GLOO=1) and with three processes; `machines` trains under two launchers with a folder
-each, kills one and resumes; `equal` trains with one global batch on each number of GPUs; `faults` and `signals` are
-those benchmarks, and so are `recorded`, faults in captured steps, and `kills`, signals with --kills; `starts`, only if
-it is named, starts eight processes in an empty directory ten times, on CPUs. Each job is a process with its own group
-and time limit. Its results are printed when it ends. The folder, $OUT if that is set, gets results.jsonl, table.md,
-faults.md and a log of each job, which is written while it runs. A cell of fewer processes than GPUs is timed on all
-GPUs at once, and the slowest counts: GPUs at their power limit differ by some percent, and the slowest sets the pace of
-all. With --alone the first GPUs time it alone. Exit code 1 if a job failed or a result is wrong; a scaling below its
-bar is told, and is no failure.
+each, kills one and resumes; `equal` trains with one global batch on each number of GPUs, a job for each objective
+(bench.equal_losses); `faults` and `signals` are those benchmarks, and so are `recorded`, faults in captured steps, and
+`kills`, signals with --kills; `starts` starts eight processes in an empty directory three times, on CPUs where there
+are fewer GPUs; `whole_1.7b`, `whole_4b` and `lora_7b` are bench.whole_networks on each number of GPUs. Each job is a
+process with its own group and time limit. Its results are printed when it ends. The folder, $OUT if that is set, gets
+results.jsonl, table.md, faults.md and a log of each job, which is written while it runs. A cell of fewer processes than
+GPUs is timed on all GPUs at once, and the slowest counts: GPUs at their power limit differ by some percent, and the
+slowest sets the pace of all. With --alone the first GPUs time it alone. Exit code 1 if a job failed or a result is
+wrong; a scaling below its bar is told, and is no failure.
 """
 
 import argparse
@@ -22,31 +23,35 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench.children import Job, run_jobs
 from bench.corpus import write_corpus
-from bench.several_machines import CHILDREN
+from bench.equal_losses import OBJECTIVES, equal
+from bench.several_machines import CHILDREN as MACHINES
 from tests.trials import hardware
 
-PARTS = ("scaling", "backends", "machines", "equal", "recorded", "faults", "kills", "signals", "starts")
+WHOLE = dict(zip(("whole_1.7b", "whole_4b", "lora_7b"), ("1.7b", "4b", "lora-7b"), strict=True))
+PARTS = ("scaling", "backends", "machines", "equal", "recorded", "faults", "kills", "signals", "starts", *WHOLE)
+CHILDREN = MACHINES | {f"equal-{objective}": partial(equal, objective) for objective in OBJECTIVES}
 BARS = {(256, 2): 1.93, (256, 4): 3.8, (256, 8): 7.5, (64, 2): 1.8, (64, 4): 3.5, (64, 8): 6.8}  # times one GPU
 LIMIT_SECONDS = dict(
-    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=420, starts=540
-)
+    scaling=240, backends=150, machines=200, equal=240, recorded=200, faults=300, kills=300, signals=420, starts=200
+) | {"whole_1.7b": 480, "whole_4b": 900, "lora_7b": 480}  # fmt: skip
 REHEARSAL_SECONDS = 600  # of a job; processes share few cores
 # The benchmarks that are parts; GPUs compute equal bits only with --deterministic and without dropout.
 ON_GPUS = dict(
-    recorded=["bench.faults", "--worlds", 2, "--recorded", "--kinds", "real,nccl"],
-    faults=["bench.faults", "--worlds", 2],
+    recorded=["bench.faults", "--recorded", "--kinds", "real,nccl"],
+    faults=["bench.faults"],
     kills=["bench.signals", "--kills", 2, "--runs", 4, "--deterministic", "--recorded"],
     signals=["bench.signals", "--trials", 21, "--launcher", 3],
 )
 REHEARSED = dict(
-    recorded=["bench.faults", "--worlds", 2, "--ranks", "0", "--kinds", "nccl"],
-    faults=["bench.faults", "--worlds", 2, "--kinds", "oom"],
+    recorded=["bench.faults", "--ranks", "0", "--kinds", "nccl"],
+    faults=["bench.faults", "--kinds", "oom"],
     kills=["bench.signals", "--kills", 1, "--runs", 1],
     signals=["bench.signals", "--trials", 4, "--launcher", 1],
 )
@@ -63,7 +68,7 @@ def main():
     print(f"{hardware()}: {'' if given.num_gpus else 'a rehearsal on CPU processes, '}results in {folder}", flush=True)
     deadline, results, problems = time.time() + 60 * given.minutes, [], 0
     for part in given.parts.split(","):
-        for jobs, slots in scaling(given, options, folder) if part == "scaling" else [other(part, given, folder)]:
+        for jobs, slots in scaling(given, options, folder) if part == "scaling" else [others(part, given, folder)]:
             for done in run_jobs(jobs, folder / "logs", slots, deadline - time.time()):
                 found = results_of(part, done)
                 problems += any(result["wrong"] for result in found)
@@ -75,19 +80,21 @@ def main():
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS[:-1]))
-    parser.add_argument("--minutes", type=float, default=9, help="jobs that are unfinished by then are stopped")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--minutes", type=float, default=60, help="jobs that are unfinished by then are stopped")
+    parser.add_argument("--gpus", type=int, default=8, help="at most so many; 0: a rehearsal")
+    parser.add_argument("--rehearse", dest="gpus", action="store_const", const=0, help="on CPU processes")
     parser.add_argument("--models", default="")
     parser.add_argument("--optimizers", default="muon,adamw_rms")
     parser.add_argument("--pairs", default="", help="on each GPU")
-    parser.add_argument("--worlds", default="", help="numbers of processes for scaling and kills")
+    parser.add_argument("--worlds", default="", help="numbers of processes")
     parser.add_argument("--alone", action="store_true", help="time a cell on its GPUs alone")
     parser.add_argument("--folder", default="")
     parser.add_argument("--child", default="", choices=["", *CHILDREN], help=argparse.SUPPRESS)
     given, options = parser.parse_known_args()
     if unknown := set(given.parts.split(",")) - set(PARTS):
         parser.error(f"--parts={given.parts}: {', '.join(sorted(unknown))} is unknown; choose from {', '.join(PARTS)}")
-    given.num_gpus = torch.cuda.device_count()
+    given.num_gpus = take_gpus(given.gpus)
     given.models = given.models or ("small,chatlm" if given.num_gpus else "tiny")
     given.pairs = given.pairs or ("64,256" if given.num_gpus else "4")
     sizes = [world for world in (1, 2, 4, 8) if world <= (given.num_gpus or 2)]
@@ -115,15 +122,32 @@ def gpus_of(world, given):
     return [dict(CUDA_VISIBLE_DEVICES=",".join(group)) for group in groups[: 1 if given.alone else None]] or [{}]
 
 
-def other(part, given, folder):
-    """([Job of a part that is one process], [the environment of all GPUs])."""
-    if part in CHILDREN:
-        words = ["-m", "bench.several_gpus", "--child", part, "--folder", folder / part]
-    else:
-        words = ["-m", *(ON_GPUS if given.num_gpus else REHEARSED)[part]]
-        words += ["--worlds", ",".join(map(str, given.worlds[1:])) or "2"] if part == "kills" else []
-    env = dict(FAULTS_PAGE=str(folder / "faults.md"))
-    return [Job(part, [sys.executable, *words], limit_of(part, given), env)], [{}]
+def take_gpus(most):
+    """Number of the GPUs that this process and its jobs use; from now on they see no others."""
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:most])
+    return min(count, most)
+
+
+def others(part, given, folder):
+    """([Job] of a part whose jobs use all GPUs, the environment of each that may run at a time)."""
+    names = [name for name in CHILDREN if name == part or name.startswith(f"{part}-")] or [part]
+    env, limit = dict(FAULTS_PAGE=str(folder / "faults.md")), limit_of(part, given)
+    jobs = [Job(name, [sys.executable, "-m", *words_of(name, given)], limit, env) for name in names]
+    return jobs, [{}] * (len(jobs) if given.num_gpus else 1)  # those of `equal` are hardly at work on GPUs
+
+
+def words_of(name, given):
+    """The module and the words of a job; what is large is written beside the results' folder, which others may copy."""
+    worlds, work = ",".join(map(str, given.worlds)), Path(tempfile.mkdtemp()) / name
+    if name in CHILDREN:
+        return ["bench.several_gpus", "--child", name, "--folder", work]
+    if name in WHOLE:
+        own = ["--network", WHOLE[name], "--worlds", worlds, "--steps", 40, "--unsaved", "--folder", work]
+        return ["bench.whole_networks", *own, *["--rehearse"] * (not given.num_gpus)]
+    several = worlds.removeprefix("1,") if name == "kills" else max(2, *given.worlds)
+    return [*(ON_GPUS if given.num_gpus else REHEARSED)[name], "--worlds", several]
 
 
 def limit_of(part, given):
@@ -145,12 +169,14 @@ def tell(folder, found, results):
         for result in found:
             print(json.dumps(result), flush=True)
             print(json.dumps(result), file=file)
-    (folder / "table.md").write_text("\n".join([*scaling_table(results), "", *parts_table(results)]) + "\n")
+    (folder / "table.md").write_text(
+        "\n".join([*scaling_table(results), "", *whole_table(results), "", *parts_table(results)]) + "\n"
+    )
 
 
 def scaling_table(results):
     """Markdown lines: each timed cell beside the same on one GPU, of several groups of GPUs the slowest."""
-    cells = [((r["world"], r["model"], r["optimizer"], r["pairs"]), r) for r in results if "step_ms" in r]
+    cells = [((r["world"], r["model"], r["optimizer"], r["pairs"]), r) for r in results if "exchange_ms" in r]
     timed = dict(sorted(cells, key=lambda cell: (cell[0], -cell[1]["tokens_per_second"])))  # the slowest comes last
     yield "| model | optimizer | pairs each | ranks | step, ms | real tokens/s | times one | bar | sum, ms | vote, ms |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -161,6 +187,15 @@ def scaling_table(results):
         cells = (*kind, world, f"{r['step_ms']:.2f}", f"{speed:,}", times)
         cells += (BARS.get((r["pairs"], world), "–"), f"{r['exchange_ms']:.2f}", f"{r['vote_ms']:.2f}")
         yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def whole_table(results):
+    """Markdown lines: the cases of bench.whole_networks."""
+    names = "network", "case", "cards", "peak_gib", "predicted_gib", "step_ms", "tokens_per_second", "times_one", "bar"
+    yield f"| {' | '.join(name.replace('_', ' ') for name in names)} |"
+    yield "| --- " * len(names) + "|"
+    for result in (r for r in results if "peak_gib" in r):
+        yield f"| {' | '.join(str(result[name]) for name in names)} |"
 
 
 def parts_table(results):

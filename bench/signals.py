@@ -4,12 +4,12 @@
     python -m bench.signals --phases compiling --trials 12 --launcher 0      on two GPUs
     python -m bench.signals --kills 10 [--runs 20] [--worlds 1,2]           SIGKILL at random moments instead
 
-Two processes. A trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all of them in one phase. All
-ranks must exit with 0 within 20 s and leave a checkpoint of the last step that both did, or of the last saved step if
-they did none. In the phase compiling, a trial waits for a random number of compiled kernels. Some trials signal the
-launcher instead, or do what a scheduler does: INT to the group and to every descendant, TERM after 30 s, then KILL.
-Each run is resumed for the next trial and must in the end equal an undisturbed run. A run that finishes during a trial
-has missed the signal.
+On the largest of --worlds (2) a trial sends INT, TERM or USR1, once or twice in a row, to one rank or to all of them in
+one phase. All ranks must exit with 0 within 20 s and leave a checkpoint of the last step that all did, or of the last
+saved step if they did none. In the phase compiling, a trial waits for a random number of compiled kernels. Some trials
+signal the launcher instead, or do what a scheduler does: INT to the group and to every descendant, TERM after 30 s,
+then KILL. Each run is resumed for the next trial and must in the end equal an undisturbed run. A run that finishes
+during a trial has missed the signal.
 
 With --kills each run is killed so many times: in or before a save, before its first step, one process or all. It is
 resumed after each and must end with the bits of an undisturbed run, each example once an epoch; a process that was not
@@ -68,7 +68,11 @@ def main():
     parser.add_argument("--out", help="file for the JSON lines")
     parser.add_argument("--kills", type=int, default=0, help="of each run, in place of signals")
     parser.add_argument("--runs", type=int, default=20, help="that are killed")
-    parser.add_argument("--worlds", default="1,2", help="numbers of processes; runs that are killed use them in turn")
+    parser.add_argument(
+        "--worlds",
+        default="1,2",
+        help="numbers of processes; runs that are killed use them in turn, signals the largest",
+    )
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--model", default="shape.json", help="a model of config.py; default: the smallest possible")
     parser.add_argument("--dropout", type=float, default=0.1)
@@ -93,18 +97,19 @@ def signal_runs(home, given, parser):
     plain = [(phase, TARGETS[(i + n) % len(TARGETS)]) for i in range(len(TARGETS)) for n, phase in enumerate(phases)]
     chosen = [next(pairs) for pairs in [cycle(plain)] for _ in range(given.trials - given.launcher)]
     chosen += [(phase, "the launcher") for phase, _ in zip(cycle(AT_LAUNCHER), range(given.launcher), strict=False)]
-    records = list(trials(home, chosen, draw, options, given.out))
-    write(records, on_gpus)
+    world = max(map(int, given.worlds.split(",")))
+    records = list(trials(home, world, chosen, draw, options, given.out))
+    write(records, world, on_gpus)
     return records
 
 
-def trials(home, chosen, draw, options, out=None):
-    """Yield one record for each (phase, target) of `chosen`; TRIALS_PER_RUN trials share a run."""
+def trials(home, world, chosen, draw, options, out=None):
+    """Yield one record for each (phase, target) of `chosen` on `world` processes; TRIALS_PER_RUN trials share a run."""
     (home / "long.jsonl").write_bytes((home / "train.jsonl").read_bytes() * LONG_LINES)
-    calm = calm_hash(home, 2, **options)
-    num_kernels = kernels_of_a_start(home, options) if COMPILING in dict(chosen) else 0
+    calm = calm_hash(home, world, **options)
+    num_kernels = kernels_of_a_start(home, world, options) if COMPILING in dict(chosen) else 0
     for first in range(0, len(chosen), TRIALS_PER_RUN):
-        run = Disturbed(home, f"run{first}", 2, **options)
+        run = Disturbed(home, f"run{first}", world, **options)
         records = []
         for number, (phase, target) in enumerate(chosen[first : first + TRIALS_PER_RUN], start=first):
             record = dict(phase=phase, target=target, signal=draw.choice(SIGNALS).name, times=draw.choice((1, 1, 2)))
@@ -119,9 +124,9 @@ def trials(home, chosen, draw, options, out=None):
             yield record
 
 
-def kernels_of_a_start(home, options):
+def kernels_of_a_start(home, world, options):
     """Number of kernels that a run with these options compiles until its first step is done."""
-    run, kernels = Disturbed(home, "cold", 2, **options), home / "kernels"
+    run, kernels = Disturbed(home, "cold", world, **options), home / "kernels"
     processes = run.start(env=dict(TRITON_CACHE_DIR=kernels))
     run.wait_for("first step", run.lines, processes)
     num_kernels = len(list(kernels.iterdir()))
@@ -139,7 +144,7 @@ def trial(run, number, record, draw):
     env = dict(TRITON_CACHE_DIR=kernels) if phase == COMPILING else {}
     processes = tokenise(run, number) if phase == "tokenising" else run.start(fault, env=env)
     ready = {
-        "before the first step": lambda: len(list(run.home.glob("rank*.txt"))) == 2,
+        "before the first step": lambda: len(list(run.home.glob("rank*.txt"))) == run.world,
         COMPILING: lambda: len(list(kernels.glob("*"))) >= record["after_kernels"],
         "tokenising": lambda: list(run.home.glob("model_save/tokens/.*.tmp/ids.arrow")),
         "training": lambda: run.lines() > lines + 1,
@@ -149,7 +154,7 @@ def trial(run, number, record, draw):
     }[phase]
     reached = run.wait_for(phase, ready, processes)
     time.sleep(draw.uniform(0, 0.8) if phase == "before the first step" else draw.uniform(0.05, 0.3))
-    targets = {"rank 0": processes[:1], "rank 1": processes[1:]}.get(record["target"], processes)
+    targets = {"rank 0": processes[:1], "rank 1": processes[1:2]}.get(record["target"], processes)
     sent_at = time.monotonic()
     for repeat in range(record["times"]):
         time.sleep(0.5 * repeat)
@@ -161,7 +166,7 @@ def trial(run, number, record, draw):
     seconds, codes = time.monotonic() - sent_at, [process.exitcode for process in processes]
     kill_all(processes)
     wrong = [] if reached else ["the run ended before the phase"]
-    wrong += [f"exit codes {codes}"] if codes != [0, 0] else []
+    wrong += [f"exit codes {codes}"] if any(codes) else []
     wrong += [] if phase == "tokenising" else stop_problems(run)
     if wrong:
         wrong.append("".join(path.read_text()[-1500:] for path in sorted(run.home.glob("rank*.txt"))))
@@ -170,7 +175,7 @@ def trial(run, number, record, draw):
 
 def tokenise(run, number):
     """Processes of another run, whose data are not tokenised yet."""
-    other = Disturbed(run.home, f"beside{number}", 2, **run.options)
+    other = Disturbed(run.home, f"beside{number}", run.world, **run.options)
     return other.start(train_file="long.jsonl", max_seq_len=33 + number)
 
 
@@ -199,7 +204,7 @@ def trial_at_launcher(run, record, draw):
     """Signal accelerate's or torch's launcher, or stop the run as a scheduler does."""
     options = run.options | dict(output_dir=run.name, is_keep_training="auto")
     lines, name = run.lines(), draw.choice(("accelerate", "torchrun"))
-    process = launch([*launcher(name), *words(**options)], run.home)
+    process = launch([*launcher(name, run.world), *words(**options)], run.home)
     deadline = time.monotonic() + 120
     before = record["phase"].endswith("before the first step")
     wanted, until = lines + (1 if before else 2), time.monotonic() + draw.uniform(3, 12)
@@ -235,7 +240,7 @@ def trial_at_launcher(run, record, draw):
     return dict(launcher=name, seconds=round(seconds, 2), wrong="; ".join(wrong))
 
 
-def write(records, on_gpus):
+def write(records, world, on_gpus):
     counts = Counter((record["phase"], record["target"]) for record in records)
     rows = []
     for (phase, target), count in counts.items():
@@ -245,7 +250,7 @@ def write(records, on_gpus):
     passed = sum(not record["wrong"] for record in records)
     rows.append(["all", "all", len(records), passed, f"{max(record['seconds'] for record in records):.1f}"])
     header = ["phase", "sent to", "trials", "passed", "most seconds to end"]
-    note = f"`{typed('bench.signals')}` on two processes."
+    note = f"`{typed('bench.signals')}` on {world} processes."
     name, where = ("signals_gpu", " (GPUs)") if on_gpus else ("signals", "")
     write_section(name, f"INT, TERM and USR1, once or twice in a row{where}", header, rows, note)
 

@@ -18,8 +18,8 @@ ENDED_SECONDS = 60  # longer than ddp_timeout_s: that long a rank waits for the 
 
 STEPS = 12
 SITES = dict(
-    forward=1, loss=2, backward_first=3, backward=4, reduce=5, evaluate=6, save=7, optimizer=9, update=10, generate=12
-)  # {site: step at which it fails}
+    forward=1, loss=2, backward_first=3, reduce=4, backward=5, evaluate=6, save=7, optimizer=9, update=10, generate=12
+)  # {site: step at which it fails}; an epoch's last step may be too small for several micro-batches on each of 8 ranks
 RANKS = ("0", "last", "all")
 HANG_SECONDS = 60
 

@@ -83,7 +83,7 @@ def _held(recipe, plan):
     lone = config.optimizer == "adamw" and may_move(recipe)
     may = dict(
         share_state=may_share(recipe) and config.offload != "optimizer",
-        offload=lone and (not many or config.share_state == "True"),
+        offload=lone and config.share_state in (("True",) if many else ("True", "auto")),
         master_dtype=lone and recipe.dtype == torch.bfloat16 and not recipe.spec.lora,
     )
     values = dict(share_state=("False", "True"), offload=("none", "optimizer"), master_dtype=("float32", "bf16"))

@@ -29,7 +29,7 @@ def fill_model(ranks, model, recipe, origin):
     seed, source = recipe.config.seed, recipe.config.finetune_from_ckp_file
     is_shared = recipe.update.share_state and ranks.world_size > 1
     model.offloads_inputs = recipe.spec.offloads_inputs
-    model.place(ranks.device, is_shared or recipe.spec.offloads or not recipe.spec.has_masters)
+    model.place(ranks.device, is_shared or recipe.spec.offloads, will_round=not recipe.spec.has_masters)
     if not origin.weights:
         model.initialise(seed)
     elif ranks.is_main:  # only rank 0 has the tensors

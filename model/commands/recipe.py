@@ -209,7 +209,7 @@ def _ways(recipe):
     may = dict(
         activation_offload=config.activation_offload == "auto" and may_offload_inputs(recipe),
         share_state=config.share_state == "auto" and may_share(recipe),
-        offload=config.offload == "auto" and lone and (not many or config.share_state != "False"),
+        offload=config.offload == "auto" and lone and config.share_state != "False",
         master_dtype=config.master_dtype == "auto" and lone and recipe.dtype == torch.bfloat16 and not recipe.spec.lora,
     )
     least = {name: value for name, value in UNMOVED.items() if getattr(config, name) == "auto"}

@@ -177,10 +177,9 @@ class Estimate:
 
     @property
     def _after_loading(self):
-        """Bytes that take the place of others after loading: gradients, where not the masters lie there first."""
-        spec = self.spec
-        lie_there = 4 * spec.trained if spec.own_part or spec.offloads or not spec.has_masters else 0
-        return self.fixed["gradients"] - lie_there
+        """Bytes that are taken after loading: gradients, where neither masters lie there first nor there are none."""
+        lie_there = self.spec.own_part or self.spec.offloads or not self.spec.has_masters
+        return 0 if lie_there else self.fixed["gradients"]
 
     def _chunk_bytes(self, targets, chunk_tokens):
         return min(chunk_tokens, targets) * self.spec.model_config.vocab_size * self.spec.number_bytes

@@ -273,6 +273,13 @@ def _refusal(wanted, estimate, usable_bytes, usable_share):
     return (
         f"a forward of {tokens} tokens (the longest example has {longest}) needs {needed / 2**30:.2f} GiB and "
         f"{max(usable_bytes, 0) / 2**30:.2f} GiB are there; held all the time, in GiB: {parts}. Lower --max_seq_len "
-        f"(now {wanted.max_seq_len}), type --offload=optimizer with AdamW, or --optimizer=adafactor, choose a smaller "
+        f"(now {wanted.max_seq_len}), type {_held_elsewhere(estimate.spec)}--optimizer=adafactor, choose a smaller "
         f"--model, or {remedy}"
     )
+
+
+def _held_elsewhere(spec):
+    """The options of AdamW that hold less on the device and that the run does not have, to be followed by others."""
+    names = ["--offload=optimizer"] * (not spec.offloads)
+    names += ["--master_dtype=bf16"] * (spec.has_masters and not spec.lora and spec.number_bytes == 2)
+    return f"{' and '.join(names)} with AdamW, or " if names else ""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from model.nn.attention import has_kernels
+from model.nn.bf16_gradients import hold_rounded
 from model.nn.dropout import NO_DROPOUT, Masks, step_key
 from model.nn.flat_params import FlatParams, with_padding
 from model.nn.gradient_parts import gradient_parts
@@ -109,8 +110,8 @@ class LanguageModel(nn.Module):
         assert part == "all", f"this network has no part {part!r}"
         return self
 
-    def make_flat(self, will_share=False):
-        """Make the flat tensors, again whenever parameters were replaced, frozen or thawed; `will_share` as there."""
+    def make_flat(self, will_share=False, will_round=False):
+        """Make the flat tensors, again whenever parameters were replaced, frozen or thawed; options of FlatParams."""
         layers = [(factor_kind(name), layer) for name, layer in self.named_modules() if isinstance(layer, Linear)]
         # the factors of one kind side by side, whatever their shapes
         matrices = [layer.weight for wanted in ("", *FACTORS) for kind, layer in layers if kind == wanted]
@@ -118,21 +119,23 @@ class LanguageModel(nn.Module):
         others = [p for p in self.parameters() if id(p) not in known]
         packs = self.lora is not None and self.lora.base_precision == "nf4"
         biases = [layer.bias for _, layer in layers if layer.bias is not None]
-        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs, biases, will_share)
+        self.flat = FlatParams(others, matrices, self.tables, self.compute_dtype, packs, biases, will_share, will_round)
         self.gradient_parts = gradient_parts(self.flat, self.all_blocks)
         self.step_key = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     @torch.no_grad()
-    def place(self, device, will_share=False):
+    def place(self, device, will_share=False, will_round=False):
         """Give a network built on the meta device memory on `device`, once: trained weights as masters, others as held.
 
-        Norms get ones, all other weights zeros; returns the model. `will_share` as of FlatParams.
+        Norms get ones, all other weights zeros; returns the model. The other options are those of FlatParams.
         """
         for p in self.parameters():
             placed = nn.Parameter(torch.zeros(1, device=device).expand(p.shape), p.requires_grad)  # takes no memory
             placed.__dict__.update(p.__dict__)
             torch.utils.swap_tensors(p, placed)  # so that what refers to the parameter still does
-        self.make_flat(will_share)
+        self.make_flat(will_share, will_round)
+        if will_round:
+            hold_rounded(self.flat)
         for module in self.modules():
             if isinstance(module, ResidualNorm):
                 module.weight.fill_(1)

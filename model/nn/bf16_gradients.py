@@ -8,6 +8,7 @@ import torch
 
 from model.nn.dropout import step_key
 from model.nn.rounding import round_to
+from model.nn.weight_parts import share
 
 NUMBERS_AT_ONCE = 2**22  # of a matrix whose product is in float32 before it is added
 
@@ -55,6 +56,12 @@ class GradientRounding:
 
 def _product(a, b):
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def hold_rounded(flat):
+    """Hold FlatParams that were made with `will_round` as share and hold_in_bf16 do, all of them in one part."""
+    share(flat, [len(flat.copies)], 0, keeps_masters=False)
+    hold_in_bf16(flat)
 
 
 @torch.no_grad()

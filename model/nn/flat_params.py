@@ -30,27 +30,32 @@ class FlatParams:
     the gradients, so that a sum over ranks covers both; `beside` are those that are in float32 where `gradients` are in
     bf16, with a GradientRounding as `rounding`. `parts` are WeightParts, more than one where ranks share the
     masters; `own` is this rank's, which `masters` and `own_gradients` are of. With `will_share` the masters lie where
-    the gradients will, until weight_parts.share.
+    the gradients will, until weight_parts.share; with `will_round` they are the copies, and the gradients take no
+    memory until bf16_gradients.hold_rounded.
     """
 
-    def __init__(self, others, matrices, tables, compute_dtype, packs=False, biases=(), will_share=False):
+    def __init__(
+        self, others, matrices, tables, compute_dtype, packs=False, biases=(), will_share=False, will_round=False
+    ):
         tables = {id(p) for p in tables}
         params = [*others, *sorted(matrices, key=lambda p: p.shape)]
         self.trained = [p for p in params if p.requires_grad]
         self.trained_sizes = [_padded_size(p, tables) for p in self.trained]
         self.num_others = sum(p.requires_grad for p in others)  # the first of `trained`
         device, total = params[0].device, sum(self.trained_sizes)
-        self.gradients_and_sums = torch.zeros(total + NUM_SUMS, device=device)
+        count = total + NUM_SUMS
+        self.gradients_and_sums = torch.zeros(1 if will_round else count, device=device).expand(count)
         self.gradients, self.sums = self.gradients_and_sums.split((total, NUM_SUMS))
         self.beside, self.rounding = self.sums, None  # bf16_gradients.hold_in_bf16 makes others
         is_cast = compute_dtype != torch.float32
-        self.masters = self.copies = self.gradients if will_share and is_cast else torch.zeros(total, device=device)
-        if is_cast:
-            self.copies = torch.zeros(total, device=device, dtype=compute_dtype)
+        self.copies = torch.zeros(total, device=device, dtype=compute_dtype)
+        self.masters = self.copies
+        if is_cast and not will_round:
+            self.masters = self.gradients if will_share else torch.zeros(total, device=device)
         flats = (x.split(self.trained_sizes) for x in (self.masters, self.copies, self.gradients))
         for p, master, copy, gradient in zip(self.trained, *flats, strict=True):
-            p.data, p.copy, p.grad = _view_as(p, master).copy_(p.data), _view_as(p, copy), _view_as(p, gradient)
-            p.rounding = None
+            p.data, p.copy, p.rounding = _view_as(p, master).copy_(p.data), _view_as(p, copy), None
+            p.grad = None if will_round else _view_as(p, gradient)
         frozen = [p for p in params if not p.requires_grad]
         packed = {id(p) for p in frozen if packs} & {id(p) for p in matrices}
         in_compute_dtype = tables | {id(p) for p in (*matrices, *biases)}

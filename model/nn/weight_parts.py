@@ -87,16 +87,18 @@ def share(flat, ends, rank, keeps_masters=True, offloads=False):
     flat.parts, flat.rank = weight_parts(flat, ends), rank
     flat.is_apart, flat.is_offloaded = True, offloads
     start, stop = flat.own.start, flat.own.stop
-    if flat.copies is flat.masters:
+    if flat.copies.dtype == torch.float32:
         flat.masters = _on_host(flat.copies[start:stop]) if offloads else flat.copies[start:stop]
         return
-    flat.whole = torch.cat([p.data.flatten() for p in flat.read_whole] or [flat.masters[:0]])
+    flat.whole = torch.cat([p.data.flatten() for p in flat.read_whole] or [flat.masters[:0]]).float()
+    lay_there = flat.masters is flat.gradients
     if keeps_masters:
         own = flat.masters[start:stop]
         flat.masters = _on_host(own) if offloads else own.clone()
     else:
         flat.masters = flat.copies[start:stop]
-    flat.gradients.zero_()  # the masters may have lain there
+    if lay_there:
+        flat.gradients.zero_()
     for p in flat.trained:
         p.data = p.copy
     for p, part in zip(flat.read_whole, flat.whole.split([p.numel() for p in flat.read_whole]), strict=True):

@@ -52,7 +52,7 @@ def make_optimizer(model, options, place=(0, 1)):
     if num_ranks > 1 or rounds or offloads:
         ends = optimizer_class.part_ends(model.flat.trained_sizes, num_ranks)
         share(model.flat, ends, rank if num_ranks > 1 else 0, not rounds, offloads)
-    if rounds:
+    if rounds and not model.flat.rounding:
         hold_in_bf16(model.flat)
     seed = dict(seed=options.seed) if rounds else {}
     optimizer = optimizer_class(model.flat, rate, weight_decay=options.weight_decay, **seed)

@@ -1,6 +1,7 @@
 """How the plan holds weights and state: whole, shared among ranks, in host memory, in bf16."""
 
 import json
+import re
 
 import pytest
 
@@ -13,6 +14,7 @@ from model.commands.recipe import _ways, with_config
 from model.memory.plan import USABLE, NothingFits
 from model.memory.transfers import ASSUMED, transfer_seconds
 from model.runtime.device_memory import CONTEXT_BYTES
+from tests.sizes import QWENS
 
 GIB = 2**30
 QWEN = dict(
@@ -56,6 +58,7 @@ def test_the_plan_takes_the_way_to_hold_state_that_costs_least_of_those_that_it_
     assert held(1, 40, **auto) == [6.4, 12.8]
     assert held(1, 24, **auto) == [0, 0], "in host memory: fewer bits come last"
     assert held(1, 24, master_dtype="auto") == [0, 12.8]
+    assert held(1, 24, share_state="False", **auto) == [0, 12.8], "what is not shared is not offloaded"
     assert held(2, 24, **auto) == [3.2, 6.4], "shared"
     assert held(2, 16, **auto) == [0, 0]
     small = plan(2, 40_960, model="small", gpu_memory_limit_gb=6, **auto)
@@ -75,6 +78,27 @@ def test_all_weights_of_a_qwen_of_1_7b_fit_two_three_or_one_small_cards(tmp_path
         assert values["phases"]["step"] <= most * GIB, more
         gradients = 2 if "master_dtype" in more else 4
         assert values["fixed_bytes"]["gradients"] == gradients * values["parameters"]
+
+
+def test_all_weights_of_a_qwen_of_4b_fit_one_card_of_24_gb_or_eight(tmp_path):
+    sizes = QWENS["qwen3-4b"] | dict(family="qwen3")
+    del sizes["model_type"]
+    (tmp_path / "qwen.json").write_text(json.dumps(sizes))
+    options = dict(model=str(tmp_path / "qwen.json"), max_seq_len=2048, batch_size_per_gpu=1, optimizer="adamw")
+    options |= dict(master_dtype="bf16", mixed_precision="bf16", gpu_memory_limit_gb=23.5)
+    for num_processes, more in ((1, dict(offload="optimizer")), (8, dict(share_state="True"))):
+        phases = plan(num_processes, 151_936, **options | more)["phases"]
+        assert phases["load"] < 16 * GIB < phases["step"] < 22 * GIB
+    both, only = (
+        "type --offload=optimizer and --master_dtype=bf16 with AdamW, or --opt",
+        "8), type --optimizer=adafactor,",
+    )
+    for more, named in (
+        (dict(master_dtype="float32"), both),
+        (dict(offload="optimizer", gpu_memory_limit_gb=12), only),
+    ):
+        with pytest.raises(NothingFits, match=re.escape(named)):
+            plan(1, 151_936, **options | more)
 
 
 def test_each_lever_says_its_memory_and_its_time_with_what_is_sent_over_links_that_are_said(tmp_path, monkeypatch):

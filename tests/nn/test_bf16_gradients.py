@@ -43,6 +43,20 @@ def test_those_of_one_forward_are_those_in_float32_rounded_once_a_use_and_take_h
             assert (p.grad - in_float32).norm() <= 2**-8 * in_float32.norm()
 
 
+def test_weights_that_will_be_rounded_are_loaded_without_one_in_float32_and_are_those_that_are_rounded_later():
+    found = []
+    for will_round in (True, False):
+        with torch.device("meta"):
+            model = DecoderModel(DecoderModelConfig(**SIZES), compute_dtype=torch.bfloat16)
+        flat = model.place("cpu", will_round=will_round).initialise(1).flat
+        held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (flat.masters, flat.gradients)}
+        assert (sum(held.values()) == 4 * len(flat.copies)) == will_round, "bf16 weights and gradients"
+        make_optimizer(model, make_config(**ROUNDED))
+        found.append({name: (p, p.grad.dtype) for name, p in model.named_parameters()})
+    for (rounded, dtype), (later, later_dtype) in zip(*(each.values() for each in found), strict=True):
+        assert rounded.equal(later) and rounded.dtype == later.dtype and dtype == later_dtype
+
+
 def test_several_micro_batches_are_rounded_alike_by_each_attempt_and_otherwise_in_another_step(store, tokenizer):
     config = make_config(**ROUNDED)
     model = make_model(tokenizer.vocab_size, compute_dtype=torch.bfloat16)
