@@ -25,6 +25,8 @@ from model.runtime.json_stream import read_object
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
 MAX_PREFIX_CHARACTERS = 2**14
 MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
+SHORT_CHARACTERS = 500  # of a prompt, which are read in less time than a thread takes to begin
+TURN_CHARACTERS = 8  # that are read in the time that a turn takes beside its text
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class ChatModel:
         """Whether a prompt ends inside the thought, so that the answer begins there."""
         reads_dialogues = family_of(self.model.config).reads_dialogues
         return reads_dialogues and turn_template(self.tokenizer).opens_thought(thinking)
+
+    def reads_at_once(self, turns, tools=""):
+        """Whether a prompt of these Turns and tools is read in less time than a thread takes to begin.
+
+        Never a decoder's: its template may have to be rendered in a process of its own.
+        """
+        chars = len(tools) + sum(TURN_CHARACTERS + len(self.prefix) + _num_chars(turn) for turn in turns)
+        return chars <= SHORT_CHARACTERS and not family_of(self.model.config).reads_dialogues
 
     def prompt_tokens(self, most, new_tokens):
         """Most tokens of a prompt with an answer of `new_tokens`: `most`, or fewer where the network has fewer places.
