@@ -212,7 +212,7 @@ async def ids_of(request, service, asked, deadline):
     """Ids of the prompt of a chat request, read by a `deadline` of the event loop."""
     turns = alone(asked.turns) if service.single_turn else asked.turns
     reading = partial(prompt_ids, service.chat, turns, service.input_tokens, asked.tools, asked.thinking)
-    if service.chat.reads_at_once(turns, asked.tools):
+    if service.chat.reads_at_once(turns, asked.tools, asked.thinking):
         return reading()
     return await in_thread(request, service, deadline, reading)
 
@@ -220,14 +220,17 @@ async def ids_of(request, service, asked, deadline):
 async def ids_of_prompts(request, service, prompts, deadline):
     """Ids of each prompt of a completion request, read by a `deadline` of the event loop."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if service.chat.reads_at_once([Turn("user", text) for text in texts]):
+    if service.chat.is_short([Turn("user", text) for text in texts]):
         return [ids_of_prompt(service, prompt) for prompt in prompts]
     reading = partial(list, map(partial(ids_of_prompt, service), prompts))
     return await in_thread(request, service, deadline, reading)
 
 
 async def in_thread(request, service, deadline, reading):
-    """What `reading` gives, called in a thread, so that others need not wait for it, while the client is there."""
+    """What `reading` gives, called in a thread, so that others need not wait for it, while the client is there.
+
+    Threads of many requests share the interpreter with the event loop, and each waits for it several times.
+    """
 
     async def called():
         async with asyncio.timeout_at(deadline):

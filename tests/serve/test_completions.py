@@ -10,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from model.data import template_frames
 from model.data.conversation import Turn
+from model.data.turn_template import turn_template
 from model.formats.weights import export_model
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.serve import completions, scoring_queue
-from model.serve.answering import load_chat_model
+from model.serve.answering import load_chat_model, prompt_ids
 from model.serve.decoding_thread import DecodingThread
 from model.serve.server import Site, make_app
 from model.serve.service import Service
@@ -228,7 +230,7 @@ def service_of_decoder(decoder):
     return lambda body: ask(decoder, body)
 
 
-def test_a_short_question_waits_for_no_thread_and_a_long_one_for_one(t5, decoder):
+def test_a_short_question_waits_for_no_thread_and_a_long_one_for_one(t5):
     """Threads share the interpreter with the event loop: of many questions at once each would wait for all."""
     (short, answer), free = next(iter(PAIRS.items())), threading.Event()
 
@@ -241,7 +243,7 @@ def test_a_short_question_waits_for_no_thread_and_a_long_one_for_one(t5, decoder
         loop.run_in_executor(None, free.wait)
         async with served(t5) as app:
             try:
-                long = asyncio.create_task(post(app, asked("好" * 600), "/v1/chat/completions"))
+                long = asyncio.create_task(post(app, asked("好" * 3000), "/v1/chat/completions"))
                 chat = asyncio.wait_for(post(app, asked(short), "/v1/chat/completions"), 30)
                 completion = asyncio.wait_for(post(app, dict(prompt=short, stream=True, max_tokens=16)), 30)
                 given = await asyncio.gather(chat, completion)
@@ -255,4 +257,18 @@ def test_a_short_question_waits_for_no_thread_and_a_long_one_for_one(t5, decoder
         b"[DONE]\n\n"
     )
     assert "shorten it" in json.loads(long)["error"]["message"]
-    assert not load_chat_model(decoder).reads_at_once([Turn("user", short)]), "its template may be a program"
+
+
+def test_a_decoder_s_short_question_is_read_at_once_where_no_template_is_rendered_for_it(decoder, monkeypatch):
+    turn_template.cache_clear()
+    chat, rendered, render = load_chat_model(decoder), [], template_frames.render_all
+    monkeypatch.setattr(template_frames, "render_all", lambda *args: rendered.append(args) or render(*args))
+    talk = [Turn("system", "好"), Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c")]
+    for turns in (talk[1:2], talk[:2], talk):
+        assert not chat.reads_at_once(turns)
+        expected = prompt_ids(chat, turns, 64)
+        rendered.clear()
+        assert chat.reads_at_once(turns) and prompt_ids(chat, turns, 64) == expected and not rendered
+    for turns in ([Turn("user", "a" * 2000)], [*talk, Turn("user", "<think>")], [*talk[:3], Turn("tool", "3")], []):
+        assert not chat.reads_at_once(turns), turns
+    assert not chat.reads_at_once(talk[:2], tools="[]")
