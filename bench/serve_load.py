@@ -4,7 +4,8 @@
 
 Starts scripts/serve.py in a process of its own, on MODEL_DIR or on random weights of `--model`, and streams sampled
 answers of `--new_tokens` tokens. After `--warm_seconds`, which are not counted, it prints one JSON line: answers,
-errors, tokens a second, milliseconds to the first token, resident memory of the server before and after.
+errors, tokens a second, milliseconds to the first token and, of these, until the question is read and waits for a slot,
+how many questions come within 10 ms, in the median, resident memory of the server before and after.
 """
 
 import argparse

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import math
 import random
 import time
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
 import psutil
@@ -15,11 +17,13 @@ SAMPLING = dict(temperature=0.7, top_k=50, top_p=0.9, repetition_penalty=1.1)
 
 @dataclass
 class Counts:
-    """What the clients saw; `since` is when counting began."""
+    """What the clients saw of questions asked from `since` on."""
 
-    since: float = 0.0
+    since: float = math.inf
     answers: int = 0
     errors: list = field(default_factory=list)
+    asked: list = field(default_factory=list)  # when each answered question was
+    begun_seconds: list = field(default_factory=list)  # until the answer's head came: its question waits for a slot
     first_seconds: list = field(default_factory=list)
 
 
@@ -31,19 +35,21 @@ async def measure(port, server, options):
     before, tokens_before = server.memory_info().rss, await tokens_given(port)
     both = (server, psutil.Process())  # the clients share the machine
     spent_before = [cpu_seconds(process) for process in both]
-    counts.since, counts.answers, counts.first_seconds = time.monotonic(), 0, []
+    counts.since = time.monotonic()
     await asyncio.sleep(options.seconds)
     seconds, after = time.monotonic() - counts.since, server.memory_info().rss
     spent, clients_spent = (cpu_seconds(process) - earlier for process, earlier in zip(both, spent_before, strict=True))
     tokens, answers = await tokens_given(port) - tokens_before, counts.answers
     end.set()
     await asyncio.gather(*clients)
-    first = sorted(counts.first_seconds)
+    begun, first = sorted(counts.begun_seconds), sorted(counts.first_seconds)
     return dict(
         streams=options.streams, seconds=round(seconds, 1), new_tokens=options.new_tokens, answers=answers,
         errors=len(counts.errors), first_errors=counts.errors[:3],
         tokens_per_second=round(tokens / seconds), first_token_p50_ms=percentile(first, 50),
         first_token_p95_ms=percentile(first, 95), first_token_most_ms=percentile(first, 100),
+        read_p50_ms=percentile(begun, 50), read_p95_ms=percentile(begun, 95),
+        asked_within_10_ms_p50=asked_together(sorted(counts.asked)),
         server_rss_mib_before=before >> 20, server_rss_mib_after=after >> 20,
         server_cores=round(spent / seconds, 2), clients_cores=round(clients_spent / seconds, 2),
         server_cpu_ms_per_1000_tokens=round(1e6 * spent / max(tokens, 1), 1),
@@ -80,13 +86,13 @@ async def ask_again(port, options, counts, end, seed):
 
 async def ask(port, body, counts):
     """Stream one answer; ValueError if it is none or does not end with [DONE]."""
-    started, first, is_done = time.monotonic(), None, False
+    started, begun, first, is_done = time.monotonic(), None, None, False
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
-        status = await reader.readline()
+        status, begun = await reader.readline(), time.monotonic()
         if b" 200 " not in status:
             raise ValueError(f"{status!r} {await reader.read(2000)!r}")
         while line := await reader.readline():
@@ -104,6 +110,8 @@ async def ask(port, body, counts):
         raise ValueError("the stream ended without [DONE]")
     if started >= counts.since:
         counts.answers += 1
+        counts.asked.append(started)
+        counts.begun_seconds.append(begun - started)
         counts.first_seconds += [first - started] if first is not None else []
 
 
@@ -112,3 +120,9 @@ def percentile(sorted_seconds, percent):
     if not sorted_seconds:
         return None
     return round(1000 * sorted_seconds[min(len(sorted_seconds) - 1, len(sorted_seconds) * percent // 100)], 1)
+
+
+def asked_together(times):
+    """How many questions, itself among them, come within 5 ms of one, in the median; None without any."""
+    around = [bisect_right(times, at + 0.005) - bisect_left(times, at - 0.005) for at in times]
+    return sorted(around)[len(around) // 2] if around else None

@@ -144,6 +144,14 @@ class TurnTemplate:
         thinking = bool(thinking) if self.frames.can.has_switch else None
         return rendered_question(self.frames, turns, max_tokens, tools, thinking)
 
+    def knows_question(self, turns: list[Turn], tools: str = "", thinking: bool | None = None) -> bool:
+        """Whether `encode_question` has made the frame of these turns' roles before, so that it renders nothing."""
+        roles = tuple(turn.role for turn in turns)
+        if roles not in self.frames.arranged or (*roles, "assistant") not in self.frames.frames:
+            return False
+        is_shown = len(self.said(Conversation(turns), Counter())) == len(turns)
+        return is_shown and self._is_plain(turns, tools) and not self._changes_beginning(thinking)
+
     def _changes_beginning(self, thinking):
         """Whether a prompt ends otherwise than what stands before an answer in the frames."""
         return not self.frames.beginning.endswith(self.frames.can.prompts[bool(thinking)])

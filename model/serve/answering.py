@@ -25,6 +25,8 @@ from model.runtime.json_stream import read_object
 DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS = 256, 2**20
 MAX_PREFIX_CHARACTERS = 2**14
 MAX_TOKEN_CHARACTERS = 16  # a longer question than so many characters a token is refused unread
+SHORT_CHARACTERS = 2000  # of a prompt, which are tokenised in a millisecond
+TURN_CHARACTERS = 8  # that are read in the time that a turn takes beside its text
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,19 @@ class ChatModel:
         """Whether a prompt ends inside the thought, so that the answer begins there."""
         reads_dialogues = family_of(self.model.config).reads_dialogues
         return reads_dialogues and turn_template(self.tokenizer).opens_thought(thinking)
+
+    def reads_at_once(self, turns, tools="", thinking=None):
+        """Whether `prompt_ids` of these Turns takes a millisecond at most: they are short, no template is rendered."""
+        if not self.is_short(turns, tools) or not family_of(self.model.config).reads_dialogues:
+            return self.is_short(turns, tools)
+        said = list(filter(_says_something, _newest_cleaned(turns, SHORT_CHARACTERS, SHORT_CHARACTERS)))
+        asked, template = (said[question_start(said) :], said), turn_template(self.tokenizer)
+        return all(template.knows_question(some, tools, thinking) for some in asked)
+
+    def is_short(self, turns, tools=""):
+        """Whether these Turns are tokenised in a millisecond."""
+        chars = len(tools) + sum(TURN_CHARACTERS + len(self.prefix) + _num_chars(turn) for turn in turns)
+        return chars <= SHORT_CHARACTERS
 
     def prompt_tokens(self, most, new_tokens):
         """Most tokens of a prompt with an answer of `new_tokens`: `most`, or fewer where the network has fewer places.

@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from model.commands.request_body import Refused, read_json
 from model.data.answer_parts import join_parts
+from model.data.conversation import Turn
 from model.display.catalogue import CATALOGUE
 from model.generate.engine import Request
 from model.serve.answer_stream import AnswerStream, as_text, collect, reader
@@ -149,7 +150,7 @@ async def answer_chat(site, request):
     deadline = asyncio.get_running_loop().time() + service.request_seconds
     with refusing():
         asked = parse_chat(body, service.chat, service.new_tokens)
-        ids = await until_disconnected(request, ids_of(service, asked, deadline))
+        ids = await ids_of(request, service, asked, deadline)
         answer = begin(service, asked, reader(service.chat, asked), ids, deadline)
     reply = Reply.to(service.name, is_chat=True)
     if asked.streams:
@@ -166,8 +167,7 @@ async def complete(site, request):
     reply = Reply.to(service.name, is_chat=False)
     with refusing():
         asked = parse_completion(body, service.chat, service.new_tokens)
-        reading = in_thread(service, deadline, lambda: [ids_of_prompt(service, prompt) for prompt in asked.prompts])
-        prompts = await until_disconnected(request, reading)
+        prompts = await ids_of_prompts(request, service, asked.prompts, deadline)
         check_size(asked, prompts)
         if asked.asked.streams:
             answer = begin(service, asked.asked, as_text, prompts[0], deadline)
@@ -208,18 +208,36 @@ def alone(turns):
     return [*(turn for turn in turns[:start] if turn.role == "system"), *turns[start:]]
 
 
-async def ids_of(service, asked, deadline):
+async def ids_of(request, service, asked, deadline):
     """Ids of the prompt of a chat request, read by a `deadline` of the event loop."""
     turns = alone(asked.turns) if service.single_turn else asked.turns
-    said = turns, service.input_tokens, asked.tools, asked.thinking
-    return await in_thread(service, deadline, partial(prompt_ids, service.chat, *said))
+    reading = partial(prompt_ids, service.chat, turns, service.input_tokens, asked.tools, asked.thinking)
+    if service.chat.reads_at_once(turns, asked.tools, asked.thinking):
+        return reading()
+    return await in_thread(request, service, deadline, reading)
 
 
-async def in_thread(service, deadline, read):
-    """What `read` gives, called in a thread, so that others need not wait for it."""
-    try:
+async def ids_of_prompts(request, service, prompts, deadline):
+    """Ids of each prompt of a completion request, read by a `deadline` of the event loop."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if service.chat.is_short([Turn("user", text) for text in texts]):
+        return [ids_of_prompt(service, prompt) for prompt in prompts]
+    reading = partial(list, map(partial(ids_of_prompt, service), prompts))
+    return await in_thread(request, service, deadline, reading)
+
+
+async def in_thread(request, service, deadline, reading):
+    """What `reading` gives, called in a thread, so that others need not wait for it, while the client is there.
+
+    Threads of many requests share the interpreter with the event loop, and each waits for it several times.
+    """
+
+    async def called():
         async with asyncio.timeout_at(deadline):
-            return await asyncio.to_thread(read)
+            return await asyncio.to_thread(reading)
+
+    try:
+        return await until_disconnected(request, called())
     except TimeoutError:
         raise Refused(503, f"the prompt was not read within {service.request_seconds:g} s", "server_error") from None
 

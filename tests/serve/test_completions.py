@@ -1,17 +1,23 @@
 """/v1/completions: prompts as text and ids continued as they stand, with log-probabilities that are transformers'."""
 
 import asyncio
+import contextlib
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from model.data import template_frames
+from model.data.conversation import Turn
+from model.data.turn_template import turn_template
 from model.formats.weights import export_model
 from model.nn.decoder.network import DecoderModel
 from model.nn.decoder.sizes import DecoderModelConfig
 from model.serve import completions, scoring_queue
-from model.serve.answering import load_chat_model
+from model.serve.answering import load_chat_model, prompt_ids
 from model.serve.decoding_thread import DecodingThread
 from model.serve.server import Site, make_app
 from model.serve.service import Service
@@ -42,27 +48,33 @@ def t5(tmp_path_factory):
     return folder
 
 
+@contextlib.asynccontextmanager
+async def served(directory):
+    """The application of a server of the model in `directory`."""
+    chat = load_chat_model(directory)
+    decoder = DecodingThread(chat.model, chat.limits(4, 64, 16), max_waiting=20)
+    decoder.start()
+    try:
+        yield make_app(Site((Service(chat, decoder, "m", 64, 16),)))
+        assert decoder.num_open == 0
+    finally:
+        decoder.stop()
+
+
 def ask(directory, *bodies):
     """The JSON answers to these bodies, posted together to a server of the model in `directory`."""
 
     async def ask_all():
-        chat = load_chat_model(directory)
-        decoder = DecodingThread(chat.model, chat.limits(4, 64, 16), max_waiting=20)
-        decoder.start()
-        try:
-            app = make_app(Site((Service(chat, decoder, "m", 64, 16),)))
-            answers = await asyncio.gather(*(post(app, body) for body in bodies))
-            assert decoder.num_open == 0
-            return answers
-        finally:
-            decoder.stop()
+        async with served(directory) as app:
+            return [json.loads(text) for text in await asyncio.gather(*(post(app, body) for body in bodies))]
 
     return asyncio.run(ask_all())
 
 
-async def post(app, body):
+async def post(app, body, path="/v1/completions"):
+    """The bytes with which the application answers."""
     headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=headers)
+    scope = dict(type="http", method="POST", path=path, query_string=b"", headers=headers)
     messages, sent = [dict(type="http.request", body=json.dumps(body).encode())], []
 
     async def receive():
@@ -72,7 +84,7 @@ async def post(app, body):
         sent.append(message)
 
     await app(scope, receive, send)
-    return json.loads(b"".join(message.get("body", b"") for message in sent))
+    return b"".join(message.get("body", b"") for message in sent)
 
 
 def log_probs(directory, ids):
@@ -216,3 +228,47 @@ def test_what_cannot_be_continued_is_refused_with_the_reason(service_of_decoder,
 @pytest.fixture(scope="module")
 def service_of_decoder(decoder):
     return lambda body: ask(decoder, body)
+
+
+def test_a_short_question_waits_for_no_thread_and_a_long_one_for_one(t5):
+    """Threads share the interpreter with the event loop: of many questions at once each would wait for all."""
+    (short, answer), free = next(iter(PAIRS.items())), threading.Event()
+
+    def asked(text):
+        return dict(messages=[dict(role="user", content=text)], max_tokens=16)
+
+    async def ask_beside_a_busy_thread():
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        loop.run_in_executor(None, free.wait)
+        async with served(t5) as app:
+            try:
+                long = asyncio.create_task(post(app, asked("好" * 3000), "/v1/chat/completions"))
+                chat = asyncio.wait_for(post(app, asked(short), "/v1/chat/completions"), 30)
+                completion = asyncio.wait_for(post(app, dict(prompt=short, stream=True, max_tokens=16)), 30)
+                given = await asyncio.gather(chat, completion)
+                assert not long.done()
+            finally:
+                free.set()
+            return *given, await long
+
+    chat, completion, long = asyncio.run(ask_beside_a_busy_thread())
+    assert answer.startswith(json.loads(chat)["choices"][0]["message"]["content"]) and completion.endswith(
+        b"[DONE]\n\n"
+    )
+    assert "shorten it" in json.loads(long)["error"]["message"]
+
+
+def test_a_decoder_s_short_question_is_read_at_once_where_no_template_is_rendered_for_it(decoder, monkeypatch):
+    turn_template.cache_clear()
+    chat, rendered, render = load_chat_model(decoder), [], template_frames.render_all
+    monkeypatch.setattr(template_frames, "render_all", lambda *args: rendered.append(args) or render(*args))
+    talk = [Turn("system", "好"), Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c")]
+    for turns in (talk[1:2], talk[:2], talk):
+        assert not chat.reads_at_once(turns)
+        expected = prompt_ids(chat, turns, 64)
+        rendered.clear()
+        assert chat.reads_at_once(turns) and prompt_ids(chat, turns, 64) == expected and not rendered
+    for turns in ([Turn("user", "a" * 2000)], [*talk, Turn("user", "<think>")], [*talk[:3], Turn("tool", "3")], []):
+        assert not chat.reads_at_once(turns), turns
+    assert not chat.reads_at_once(talk[:2], tools="[]")
