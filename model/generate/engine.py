@@ -97,9 +97,9 @@ class Engine:
         return self.collect()
 
     @torch.inference_mode()
-    def launch(self, most_new=None):
-        """The part of a step that gives the device its work; at most `most_new` requests get a slot (None: all)."""
-        self._fill(most_new)
+    def launch(self):
+        """The part of a step that gives the device its work."""
+        self._fill()
         if not self.running:
             return
         steps = min(STEPS_BETWEEN_CHECKS, max(running.tokens_left for running in self.running.values()))
@@ -107,15 +107,15 @@ class Engine:
         for running in self.running.values():
             running.decoded += steps
 
-    def _fill(self, most_new):
+    def _fill(self):
         free = [slot for slot in range(self.limits.slots) if slot not in self.running]
         if not self.waiting or not free:
             return
         is_full = len(self.waiting) > len(free) and len(free) * REFILL_SHARE < self.limits.slots
         if is_full and not self.waiting[0][1].streams:  # somebody waits for the first word of a stream
             return
-        slots = free[:most_new][: len(self.waiting)]
-        numbers, requests = zip(*(self.waiting.popleft() for _ in slots), strict=True)
+        numbers, requests = zip(*(self.waiting.popleft() for _ in free[: len(self.waiting)]), strict=True)
+        slots = free[: len(requests)]
         first = self.model.prefill([r.input_ids for r in requests], self.cache, slots, self.limits.first_id)
         self.slots.put(slots, first, requests)
         for slot, number, request in zip(slots, numbers, requests, strict=True):

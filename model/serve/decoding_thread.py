@@ -16,9 +16,6 @@ from model.serve.scoring_queue import ScoringQueue
 
 LOGGER = logging.getLogger("chat_trainer")
 STOP_SECONDS = 20  # in which a step of the largest model on a CPU ends
-# While answers are under way, slots / FILL_SHARE are filled together: those wait for a short prefill, and requests that
-# come at once end at different times. Else their clients would ask again at once, and wait for the event loop together.
-FILL_SHARE = 4
 
 FAILED = "the answer could not be generated; the server's log says why"
 ENDED = "the decoder has ended; the server's log says why: start the server again"
@@ -169,7 +166,7 @@ class DecodingThread(threading.Thread):
         Else this thread, which gives up the interpreter at each operation, would launch the step only when the event
         loop, which does not, is through with its streams.
         """
-        engine.launch(max(self._limits.slots // FILL_SHARE, 1) if engine.running else None)
+        engine.launch()
         self._put()
         return engine.collect()
 

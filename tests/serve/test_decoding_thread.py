@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from model.generate.engine import STEPS_BETWEEN_CHECKS, Engine, Limits, Request
+from model.generate.engine import Engine, Limits, Request
 from model.serve import decoding_thread
 from model.serve.decoding_thread import DecodingThread
 from tests.tenants.causal import CausalConfig, CausalModel
@@ -107,33 +107,3 @@ def test_a_step_wakes_the_event_loop_once_for_all_streams(model, monkeypatch, la
     assert answers(model) == (calm, 0), "nothing is lost where a step fails while results wait"
     given = [args for args in calls if args[0] is decoding_thread._put_now]
     assert max(len(items) for _, items in given) == 4 and all(items for _, items in given)
-
-
-def test_questions_that_come_at_once_begin_in_groups_each_within_the_steps_of_those_before_it(model, monkeypatch):
-    """While others are answered, the twelve take slots in groups of a quarter of the slots, so they end apart, too."""
-    filled, first, prefill, put = [], {}, model.prefill, decoding_thread.put
-
-    def put_and_note(items):
-        first.update({stream: model.num_calls for stream, _ in items if stream not in first})
-        put(items)
-
-    monkeypatch.setattr(model, "prefill", lambda inputs, *args: filled.append(len(inputs)) or prefill(inputs, *args))
-    monkeypatch.setattr(decoding_thread, "put", put_and_note)
-
-    async def ask():
-        thread = DecodingThread(model, Limits(16, 8, 200, first_id=0, eos_id=-1), max_waiting=0)
-        thread.start()
-        try:
-            other = thread.submit(Request([5, 6], 200, streams=True))
-            await anext(aiter(other))
-            before, streams = model.num_calls, [thread.submit(Request([9], 16, streams=True)) for _ in range(12)]
-            for stream in streams:
-                assert sum([len(progress.ids) async for progress in stream]) == 16
-            return sorted(first[stream] - before for stream in streams)
-        finally:
-            thread.stop()
-
-    steps = asyncio.run(ask())
-    assert max(filled) == 4 and sum(filled) == 13
-    for place, num_steps in enumerate(steps):
-        assert num_steps <= STEPS_BETWEEN_CHECKS * (2 + place // 4), "the step under way, the groups before it, its own"
