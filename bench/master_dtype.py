@@ -2,7 +2,7 @@
 
     python -m bench.master_dtype --train_file TEXT --validation_file TEXT --tokenizer_dir DIR --output_dir DIR
         [--steps 500] [--arms float32,host,bf16,naive,unshared,shared]       on two GPUs, about 5 minutes
-    python -m bench.master_dtype … --rehearse                                            on CPU processes, a tiny network
+    python -m bench.master_dtype … --rehearse              on CPU processes, a tiny network
 
 AdamW, 8 texts of 1,024 tokens a step. `float32` masters; the same on the `host`; `bf16` masters, rounded at random;
 `naive` ones, rounded to the nearest; two processes that have whole states (`unshared`), or parts of one (`shared`).
