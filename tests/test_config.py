@@ -229,7 +229,7 @@ def test_a_model_size_out_of_range_is_refused(change):
         (dict(master_dtype="bf16", optimizer="adamw", mixed_precision="no"), "contradicts mixed_precision=no"),
         (dict(activation_offload=True, gradient_checkpointing=False), "leave gradient_checkpointing=False out"),
         (dict(activation_offload=True, compile=True), "leave compile=True out"),
-        (dict(offload="optimizer", optimizer="muon"), "not by muon: type --optimizer=adamw too"),
+        (dict(offload="optimizer", optimizer="muon"), "not of muon: type --optimizer=adamw too"),
         (dict(offload="optimizer", optimizer="adamw", share_state=False), "leave share_state=False out"),
         (dict(teacher=","), "teacher=',': names nothing"),
         (dict(lora_rank=4, lora_targets=" ,"), "lora_targets=' ,': names nothing"),
