@@ -69,13 +69,15 @@ class HostAdamW(AdamW):
         self.counts += scale > 0 if scales else 1
         longest = max((stop - start for _, start, stop in self.pieces), default=0)
         slots = [Slot(longest, self.counts.device) for _ in range(SLOTS)]
-        for place in range(len(self.pieces) + 1):
-            if place < len(self.pieces):
-                self.fetch(place, slots[place % SLOTS])
-            if place:
-                self.update_piece(place - 1, slots[(place - 1) % SLOTS], scale, scales)
-        if self.returning:
-            self.returning.synchronize()  # whoever reads the state or gets the slots' memory need not wait
+        try:
+            for place in range(len(self.pieces) + 1):
+                if place < len(self.pieces):
+                    self.fetch(place, slots[place % SLOTS])
+                if place:
+                    self.update_piece(place - 1, slots[(place - 1) % SLOTS], scale, scales)
+        finally:  # whoever reads the state or gets the slots' memory need not wait
+            for stream in filter(None, (self.arriving, self.returning)):
+                stream.synchronize()
 
     def on_host(self, number):
         """Which of a tensor's weights and averages travel, as (name in a Slot, flat tensor)."""
