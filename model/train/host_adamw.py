@@ -69,6 +69,8 @@ class HostAdamW(AdamW):
         self.counts += scale > 0 if scales else 1
         longest = max((stop - start for _, start, stop in self.pieces), default=0)
         slots = [Slot(longest, self.counts.device) for _ in range(SLOTS)]
+        if self.arriving:
+            self.arriving.wait_stream(torch.cuda.current_stream())  # which may still use what the slots' memory was
         try:
             for place in range(len(self.pieces) + 1):
                 if place < len(self.pieces):
