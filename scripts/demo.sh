@@ -40,7 +40,7 @@ echo "demo: training a model ($gpus GPUs found)"
     --train_file="$demo/data/train.parquet" --validation_file="$demo/data/valid.parquet" \
     --tokenizer_dir="$demo/tokenizer" --model=tiny --output_dir="$demo/run" --overwrite=True \
     --epochs="$epochs" --batch_size_per_gpu=64 --gradient_accumulation_steps=1 \
-    --optimizer=adamw_rms --warmup_steps=$((pairs * epochs / 2160)) --max_seq_len=32 --bleu_pairs=0
+    --optimizer=adamw_rms --warmup_steps=$((pairs * epochs / 2160)) --max_seq_len=32 --bleu_pairs=0 --dropout=0
 
 echo "demo: asking questions that the model has not seen"
 python scripts/demo_score.py "$demo/run/best" "$demo/data/test.parquet"
