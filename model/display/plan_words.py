@@ -69,7 +69,7 @@ PLAN = {
         "lever.activation_offload": "all blocks checkpointed, activation offload {value}",
         "lever.optimizer": "optimizer {value}",
         "lever.share_state": "state shared among ranks {value}",
-        "lever.offload": "offloaded to host memory: {value}",
+        "lever.offload": "offload to host memory {value}",
         "lever.master_dtype": "masters and gradients in {value}",
         "moved.some": "the model fits with {options}",
         "moved.none": "the model fits as it is: nothing is shared, offloaded or held in fewer bits",
