@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_short_demo_runs_from_pairs_to_scores_and_replaces_what_an_earlier_demo_left(tmp_path):
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("of an earlier demo")
-    short = dict(DEMO_PAIRS="300", DEMO_EPOCHS="3", DEMO_DIR=str(tmp_path), OMP_NUM_THREADS="1")
+    short = dict(DEMO_PAIRS="300", DEMO_EPOCHS="1", DEMO_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     done = subprocess.run(
         ["bash", ROOT / "scripts" / "demo.sh"], cwd=tmp_path, env=os.environ | short, capture_output=True, text=True
     )
