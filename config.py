@@ -49,7 +49,7 @@ class TrainConfig:
     gamma: float = 1.0  # simpo: the reward by which the chosen response should be ahead
     normalize_length: bool = False  # dpo: scores are a mean over tokens, as they always are with ipo, orpo and simpo
     sft_weight: float = 1.0  # dpo, orpo, simpo: weight of the cross-entropy of the chosen responses; 0: without it
-    rejected_loops_weight: float = 0.0  # of the unlikelihood of what rejected responses repeat; 0: without it
+    rejected_loops_weight: float = 0.0  # weight of the unlikelihood of what rejected responses repeat; 0: without it
     # Model
     model: str = "small"  # tiny, small, chatlm (T5), mini, mini_26m (decoders), or a JSON file of sizes
     finetune_from_ckp_file: str = ""  # Hugging Face or run directory, or a .bin state dict; empty: from scratch

@@ -22,6 +22,7 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
 
 HELD_OUT_SHARE = 0.06  # of a kind of FACTS, in each held-out file; a kind of RULES has the same number there
 RULE_SHARES = 2  # a kind of RULES gets twice the questions: a rule is harder to learn than a list
@@ -276,7 +277,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(", ".join(f"{len(questions):,} {name}" for name, questions in splits.items()), "pairs in", options.output_dir)
+    counts = {name: len(questions) for name, questions in splits.items()}
+    print(texts_here()("demo.written", directory=options.output_dir, **counts))
     return 0
 
 

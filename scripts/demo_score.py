@@ -17,6 +17,7 @@ import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
 from model.commands.option_names import ScriptParser  # noqa: E402
+from model.display.catalogue import texts_here  # noqa: E402
 from model.serve.answering import answer_all, load_chat_model, prompt_ids  # noqa: E402
 
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS = 512, 32
@@ -40,14 +41,17 @@ def answer(model_dir: Path, questions: list[str]) -> list[str]:
     return [text.strip() for text in answer_all(chat, inputs, chat.sampling, MAX_NEW_TOKENS)]
 
 
-def exact_match_table(questions: list[dict[str, str]], answers: list[str]) -> tuple[float, str]:
-    """(share of right answers from 0 to 1, table of right answers by kind)."""
+def exact_match_table(questions, answers, texts) -> tuple[float, str]:
+    """(share of right answers from 0 to 1, table of right answers by kind, in the language of the Texts)."""
     by_kind = defaultdict(list)
     for question, text in zip(questions, answers, strict=True):
         by_kind[question["kind"]].append(text == question["response"])
     all_right = [is_right for rights in by_kind.values() for is_right in rights]
     rows = [*sorted(by_kind.items()), ("all", all_right)]
-    lines = [f"{kind:<12} {sum(right):>5} of {len(right):>5} {sum(right) / len(right):>7.1%}" for kind, right in rows]
+    lines = [
+        texts("score.row", kind=kind, right=sum(right), count=len(right), share=sum(right) / len(right))
+        for kind, right in rows
+    ]
     return sum(all_right) / len(all_right), "\n".join(lines)
 
 
@@ -65,11 +69,12 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    share, table = exact_match_table(questions, answers)
+    texts = texts_here()
+    share, table = exact_match_table(questions, answers, texts)
     print(table)
     for question, text in list(zip(questions, answers, strict=True))[:NUM_SHOWN]:
-        verdict = "right" if text == question["response"] else f"wrong, it is {question['response']}"
-        print(f"{question['prompt']}  →  {text}  ({verdict})")
+        verdict = "score.right" if text == question["response"] else "score.wrong"
+        print(texts(verdict, question=question["prompt"], answer=text, response=question["response"]))
     return 0 if share >= options.minimum else 1
 
 

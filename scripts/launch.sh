@@ -1,6 +1,7 @@
 # Sourced by run_train.sh and train_sft_custom.sh, which define `usage`: reads options, counts GPUs, starts a training.
 
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")")
+source "$root/scripts/language.sh"
 
 # What the user typed, for the run to say when it is stopped.
 CHAT_COMMAND=$(printf '%q ' ${NUM_PROCESSES:+"NUM_PROCESSES=$NUM_PROCESSES"} "$0" "$@")
@@ -24,12 +25,6 @@ count_gpus() {
         number=$((number + 1))
     done
     echo "$number"
-}
-
-# Whether people read Chinese here, as in model/display/catalogue.py.
-in_chinese() {
-    local language=${CHAT_LANG:-${LC_ALL:-${LC_MESSAGES:-${LANG:-}}}}
-    [[ ${language,,} == zh* ]]
 }
 
 # Prints the usage and what is wrong, and ends the script.

@@ -2,6 +2,8 @@
 # PATH. The stamp in .venv is written last and holds a hash of the files that list the packages. A .venv without a stamp
 # was interrupted while it was installed: pip cannot tell which of its packages are complete, so it is made again.
 
+source "$(dirname "${BASH_SOURCE[0]}")/language.sh"
+
 find_python() {
     local name
     for name in python3.13 python3.12 python3.11 python3; do
@@ -24,16 +26,16 @@ set_up() {
     local python stamp=.venv/installed.sha256
     if [[ ! -s $stamp ]] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
         python=$(find_python)
-        echo "set-up: making .venv with $("$python" --version)"
+        tell "set-up: making .venv with $("$python" --version)" "安装：用 $("$python" --version) 建立 .venv"
         "$python" -m venv --clear .venv
     elif [[ $(<"$stamp") == $(inputs_hash) ]]; then
-        echo "set-up: .venv is up to date"
+        tell "set-up: .venv is up to date" "安装：.venv 已是最新"
         return
     fi
     rm -f "$stamp"
-    echo "set-up: installing torch (the largest download)"
+    tell "set-up: installing torch (the largest download)" "安装：torch（下载最大的一个）"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-    echo "set-up: installing the project and its other packages"
+    tell "set-up: installing the project and its other packages" "安装：本项目和其他依赖"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
     inputs_hash >"$stamp"
 }

@@ -1,7 +1,7 @@
 """The Chinese help of the options of TrainConfig; the English one stands in config.py."""
 
 HELP_ZH = dict(
-    train_file="训练数据：parquet、json、jsonl、csv、tsv；可以写成 文件,文件夹,文件:0.5,文件*2",
+    train_file="训练数据：文件、文件夹、数据集，可以写成 文件,文件夹,名称[部分],文件:0.5,文件*2",
     validation_file="验证数据，best/ 是在它上面最好的模型；空：不评估",
     test_file="命令 test 用的数据；空：validation_file",
     choices_file="命令 test 用的选择题：C-Eval、CMMLU、MMLU 的 csv 文件或文件夹，代替 test_file",
@@ -12,7 +12,7 @@ HELP_ZH = dict(
     single_turn="对话里的每个问题单独成对，不带系统提示和上文",
     prompt_prefix="任务前缀，放在每个问题之前，对话和服务时也一样",
     tokenizer_dir="分词器目录；空：微调时用检查点的，否则 model_save/tokenizer",
-    max_seq_len="问题和回答各自最多的词元数，包括 EOS",
+    max_seq_len="问题和回答各自最多的词元数，对 Qwen 是整段对话的，包括 EOS",
     objective="学什么：pairs（根据问题预测回答）；纯文本：text（解码器）、span（T5）、prefix；偏好：dpo、orpo、simpo",
     mix="代替 train_file 和 objective：每个文件各有目标，例如 span:文件*0.5,pairs:文件",
     span_density="span：文本中被挖去的词元的比例",
@@ -26,7 +26,7 @@ HELP_ZH = dict(
     model="tiny、small、chatlm（T5），mini、mini_26m（解码器），或写明各尺寸的 JSON 文件",
     finetune_from_ckp_file="Hugging Face 目录、训练目录或 .bin 权重；空：从零开始",
     trainable="训练哪些权重：all、decoder",
-    dropout="丢弃概率",
+    dropout="丢弃概率；-1：从零训练的 T5 由对数和轮数决定",
     lora_rank="训练这个秩的 LoRA 适配器，冻结底座；0：训练权重本身",
     lora_alpha="适配器的输出乘以 alpha / rank；0：秩的两倍",
     lora_targets="哪些线性层有适配器，例如 q,v；空：全部",
@@ -59,7 +59,7 @@ HELP_ZH = dict(
     spike_guard="梯度范数超过中位数这么多倍的步会跳过；0：关闭",
     seed="初始权重、数据顺序和 dropout 的随机种子",
     mixed_precision="auto（GPU 支持时用 bf16）、bf16、no",
-    gradient_checkpointing="重算激活值：auto（方案需要时）、True、False",
+    gradient_checkpointing="重算激活值：auto（按显存需要选块数）、True（全部）、False",
     activation_offload="重算的块的输入卸载到主机内存：auto（方案需要时）、True、False",
     compile="把步骤录制为 CUDA 图：auto（在 GPU 上，训练够长时）、True、False",
     micro_batch_tokens="一次前向的词元数；0：由方案决定",

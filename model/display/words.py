@@ -120,7 +120,7 @@ WORDS = {
         # the command test
         "choices.subject": "test {name}: {percent:.1f} % of {questions:,} questions",
         "choices.all": "test {model}: accuracy {percent:.1f} % of {questions:,} questions (± {error:.1f}), "
-        "mean of {subjects} subjects {mean:.1f} %; 25 % by chance",
+        "mean of the subjects ({subjects}) {mean:.1f} %; 25 % by chance",
         "choices.shortened": "{fewer:,} questions were asked with fewer examples, and {cut:,} without their beginning, "
         "as they did not fit",
         # warnings

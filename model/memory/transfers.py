@@ -11,7 +11,7 @@ class Links:
 
     host: float  # to page-locked host memory, either way
     peer: float  # to other GPUs
-    memory: float  # of the host's memory
+    memory: float  # that host memory reads and writes
     measured: tuple = ()  # names of those that were measured; the others are assumed
 
 
