@@ -12,16 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from model.nn.activations import relu_backward, relu_product
 from model.nn.dropout import Masks, dropout
-from model.nn.flat_params import (
-    add_matmul,
-    bias_of,
-    matrix_of,
-    merge_adjacent,
-    relu_backward,
-    relu_product,
-    runs_kernels,
-)
+from model.nn.flat_params import add_matmul, bias_of, matrix_of, merge_adjacent, runs_kernels
 
 
 @dataclass(frozen=True)

@@ -220,50 +220,6 @@ class _Linears(torch.autograd.Function):
         return grad_x, None, *(None for _ in range(ctx.num_parameters))
 
 
-def relu_linear(x, weight, masks=None):
-    """relu(linear(x, weight, masks=masks)); on a GPU the product's own kernel applies the ReLU."""
-    if hasattr(weight, "adapter"):
-        return weight.adapter.linear(x, (weight,), (), masks, has_relu=True)
-    return _ReluLinear.apply(x, weight) if runs_kernels(x) else F.relu(linear(x, weight), inplace=True)
-
-
-class _ReluLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        out = relu_product(x, weight.copy)
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, out)
-        ctx.weight = weight
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, out = ctx.saved_tensors
-        grad = relu_backward(grad, out)
-        if ctx.needs_input_grad[1]:
-            add_product([ctx.weight], grad.T, x)
-        return grad @ ctx.weight.copy if ctx.needs_input_grad[0] else None, None
-
-
-def relu_backward(grad, out):
-    """`grad` where relu's output `out` is above 0, else 0; written over `grad`, which only relu's output has."""
-    if not grad.is_contiguous():  # numbers that share memory, as the gradient of a sum
-        return torch.ops.aten.threshold_backward(grad, out, 0)
-    return torch.ops.aten.threshold_backward(grad, out, 0, grad_input=grad)
-
-
-def relu_product(x, matrix):
-    """relu(x @ matrix.T), on a GPU in one launch."""
-    if not x.is_cuda:
-        return F.relu(x @ matrix.T, inplace=True)
-    return torch._addmm_activation(_no_bias(len(matrix), x.dtype, x.device), x, matrix.T)
-
-
-@functools.cache
-@torch.inference_mode(False)  # what an answer makes first, training uses too
-def _no_bias(width, dtype, device):
-    return torch.zeros(width, dtype=dtype, device=device)
-
-
 def split_qkv(qkv, num_heads=1, num_kv_heads=1):
     """[q, k, v] as views of the one to three tensors whose concatenated columns they are."""
     head_width = sum(x.shape[1] for x in qkv) // (num_heads + 2 * num_kv_heads)

@@ -28,7 +28,10 @@ class HostInputs:
         self.arriving = {}  # {number of an input: (itself on the device, event after which it is complete)}
 
     def put(self, x):
-        """The number of an input, by which `get` gives it back; an empty tensor, which PyTorch 2.11 adds, stays."""
+        """The number of an input, by which `get` gives it back.
+
+        An empty tensor, which PyTorch 2.11's checkpoint saves beside each input, is its own number.
+        """
         if not x.numel():
             return x
         self._let_go()

@@ -8,7 +8,8 @@ import triton
 from torch.profiler import ProfilerActivity, profile
 
 from model.nn import adapted_product
-from model.nn.flat_params import FlatParams, linear, relu_linear
+from model.nn.activations import relu_linear
+from model.nn.flat_params import FlatParams, linear
 from model.nn.lora import Adapter
 
 WIDTH, OUTPUTS, RANK, SCALE = 12, 8, 3, 1.5

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from model.nn import products
-from model.nn.flat_params import FlatParams, linear, linears, relu_backward
+from model.nn.activations import relu_backward
+from model.nn.flat_params import FlatParams, linear, linears
 from model.nn.products import product
 from tests.parts import SHAPE, batch_of, make_model
 

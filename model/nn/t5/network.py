@@ -10,12 +10,12 @@ from itertools import repeat
 import torch
 from torch import nn
 
-from model.nn.activations import activate, gate
+from model.nn.activations import activate, gate, relu_linear
 from model.nn.attention import attend, score_mask
 from model.nn.base import LanguageModel
 from model.nn.dropout import NO_DROPOUT, add_dropout, dropout, relu_dropout
 from model.nn.embedding import embed
-from model.nn.flat_params import linear, relu_linear
+from model.nn.flat_params import linear
 from model.nn.layers import Linear, ResidualNorm, make_embedding
 from model.nn.recomputation import recomputed
 from model.nn.t5 import decode

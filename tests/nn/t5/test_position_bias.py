@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from model.nn.flat_params import _no_bias
+from model.nn.activations import _no_bias
 from model.nn.quantized import levels_on, steps_on
 from model.nn.t5.position_bias import _distance_buckets, position_buckets
 
