@@ -20,8 +20,8 @@ from model.runtime.json_stream import read_object
 from model.train.decoding_trial import ROUND, try_ways
 
 LOGGER = logging.getLogger("chat_trainer")
-SHARE = 0.03  # of the run's time that the choice may take, but at least and at most so long: other ranks have ended
-LEAST_SECONDS, MOST_SECONDS = 5, 120
+SHARE = 0.03  # of the run's time that the choice may take
+LEAST_SECONDS, MOST_SECONDS = 5, 120  # that it may take however short or long the run was: other ranks have ended
 DRAWING = 1.5  # time of answers that are drawn on a CPU, to that of the likeliest tokens
 GPU_SLOTS = 512  # answers that a GPU generates about as fast as a tenth of them
 

@@ -30,7 +30,7 @@ class Times:
         return seconds and seconds + (self.of_transfers(estimate.spec) if moves else 0)
 
     def of_transfers(self, spec):
-        """Seconds of a step's transfers, and of an update in host memory."""
+        """Seconds of a step's transfers: between GPUs, and of masters and state to and from host memory."""
         return transfer_seconds(spec, self.links, self.sends_bf16)
 
 

@@ -20,7 +20,7 @@ class Preferences:
     over their tokens; as `loss` both are reported together.
 
     With `loops_weight` each pair adds so many times the unlikelihood of what its rejected response repeats (Welleck et
-    al. 2020, arXiv 1908.04319, equation 7): -log(1 - p) of each token that ends a run of LOOP_TOKENS that stood in the
+    al. 2020, arXiv 1908.04319): -log(1 - p) of each token that ends a run of LOOP_TOKENS that stood in the
     response before, as a mean over all its tokens. Where a model repeats itself p is about 1: there the preference has
     no gradient, and this has one. `form` says how a network reads a pair. The reference is the network with the weights
     at the run's start.
