@@ -182,6 +182,8 @@ def adapter_words(folder, name, given):
 def figures(lines, plan, most_gib, is_rehearsed):
     """What the journal and the plan of a run say, and what is wrong with it."""
     trained = [line for line in lines if line["kind"] == "train"][1:]
+    if not trained:
+        return dict(wrong=f"too few steps: type --steps={3 * LINE_STEPS} or more")
     events = [line["kind"] for line in lines if line["kind"] in EVENTS]
     peak, predicted = max(line["reserved_bytes"] for line in trained), plan["phases"]["step"]["predicted"]
     wrong = [f"{len(events)} events"] * bool(events)
