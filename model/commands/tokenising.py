@@ -17,25 +17,26 @@ from model.data.store_writer import write_store
 from model.data.token_store import Source
 from model.data.tokenizer import load_tokenizer
 from model.runtime.module_process import start_module
-from model.train.objectives.dialogues import Dialogues
 from model.train.objectives.mixed import Mixed
 from model.train.objectives.pairs import Pairs
 from model.train.objectives.prefix import Prefix
 from model.train.objectives.spans import Spans
 from model.train.objectives.text import Text
 
-KINDS = Pairs, Text, Spans, Prefix  # that can be sent
+# Objectives that can be sent. Of the others, dialogues have their template in another process already, and preferences
+# would import torch there.
+KINDS = Pairs, Text, Spans, Prefix
 LARGE_BYTES = 4 << 20  # smaller files are tokenised in two seconds or less, and a process takes half a second to start
 
 
 def write_beside(source, key, directory, progress, stop):
-    """Do as `write_store`, in a process of its own if the files are large and no objective needs a template.
+    """Do as `write_store`, in a process of its own if the files are large and all objectives can be sent.
 
     Raises as `write_store`, and ChildProcessError if that process is killed.
     """
     is_small = sum(file["size"] for file in key["files"]) < LARGE_BYTES
     parts = source.objective.parts if isinstance(source.objective, Mixed) else [source.objective]
-    if is_small or any(isinstance(part, Dialogues) for part in parts):  # their template is in another process already
+    if is_small or not all(isinstance(part, KINDS) for part in parts):
         write_store(source, key, directory, progress, stop)
         return
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

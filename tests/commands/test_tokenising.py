@@ -1,5 +1,6 @@
 """A token store that another process writes: the same bytes, the same errors, and no process that outlives its run."""
 
+import json
 import os
 import re
 import signal
@@ -9,10 +10,13 @@ import sys
 import psutil
 import pytest
 
+from config import PREFERENCE_RATES
 from model.commands import tokenising
+from model.commands.objective import OBJECTIVES, objectives_for
+from model.commands.option_values import load_config
 from model.commands.tokenising import write_beside
 from model.data.store_writer import ROWS_PER_BATCH
-from model.data.token_store import Source
+from model.data.token_store import Source, open_store
 from model.runtime.module_process import ROOT
 from model.train.objectives.pairs import Pairs
 from tests.parts import make_pairs, open_pairs, write_parquet
@@ -42,6 +46,16 @@ def test_another_process_writes_the_same_store(source, tokenizer, tmp_path):
     assert here == there
     assert told == [*range(ROWS_PER_BATCH, len(stores[0]), ROWS_PER_BATCH), len(stores[0])]
     assert not children()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_large_file_of_every_objective_is_tokenised(name, tokenizer, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    row = dict(prompt="你好吗", response="很好")
+    row = dict(prompt="你好吗", chosen="很好", rejected="不") if name in PREFERENCE_RATES else row
+    path.write_text(json.dumps(row if name in (*PREFERENCE_RATES, "pairs") else dict(text="今天天气很好" * 9)) + "\n")
+    objective = objectives_for(load_config("pretrain", dict(objective=name)), None, tokenizer)[name]
+    assert len(open_store(Source((path,), objective, tokenizer, 24), tmp_path / "tokens", write=write_beside)) > 0
 
 
 def test_the_other_process_does_not_import_torch():
