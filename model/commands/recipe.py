@@ -9,7 +9,7 @@ from model.commands.machine import Machine, compute_dtype
 from model.commands.objective import objective_on, objectives_for
 from model.commands.run_files import judged_objectives
 from model.commands.run_length import check_warmup, global_batch, run_pairs, run_passes, warmup_pairs
-from model.commands.settled import settled, with_dropout
+from model.commands.settled import settled, with_dropout, with_rate
 from model.commands.teachers import taught
 from model.generate.sampling import Sampling
 from model.memory.estimate import Answers, Estimate
@@ -113,6 +113,8 @@ def resolve(config, typed, machine, origin, epoch_pairs=None):
     num_answers = answers_asked(config, objectives)
     batch = global_batch(config, machine.num_processes, typed)
     first_batch = origin.found.state.first_batch if origin.found else batch
+    num_steps = epoch_pairs and run_pairs(config, epoch_pairs, first_batch) / first_batch
+    config = with_rate(config, typed, origin, num_steps)
     config, why_dropout = with_dropout(config, origin, epoch_pairs or 0, run_passes(config, epoch_pairs, first_batch))
     return Recipe(
         config=config,

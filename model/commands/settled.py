@@ -8,6 +8,7 @@ from model.commands.options import check_learn_rate
 from model.nn.memory_spec import count_numbers
 from model.nn.registry import family_of
 from model.nn.t5.family import T5
+from model.train.lr_schedule import steady_peak
 
 # Dropout of a T5 from scratch, measured by bench.study (bench/results/study_small_data.md).
 PAIR_WEIGHTS = 100  # weights for each pair, and more: then the pairs are few
@@ -57,6 +58,14 @@ def choose_optimizer(config, typed, is_resumed, trained_by):
     if config.lora_rank:
         return config, "adapter"
     return config, "typed" if config.finetune_from_ckp_file else "scratch"
+
+
+def with_rate(config, typed, origin, num_steps):
+    """`config` with a default learning rate, relative to the weights, that `num_steps` bear; None: not known yet."""
+    if "learn_rate" in typed or origin.found or not num_steps or config.optimizer == "adamw":
+        return config
+    steady = float(f"{steady_peak(config.lr_schedule, num_steps):.3g}")
+    return replace(config, learn_rate=min(config.learn_rate, steady))
 
 
 def with_dropout(config, origin, num_pairs, passes):

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from config import default_learn_rate
 from model.commands.decoding import decoding_line
 from model.data.file_request import describe_ignored
 from model.display.catalogue import texts_here
@@ -15,6 +16,7 @@ from model.nn.registry import config_values
 from model.run.journal import read_journal
 from model.runtime.launcher import command_to_go_on
 from model.runtime.versions import device_name
+from model.train.lr_schedule import steady_peak
 from model.train.objectives.mixed import Mixed
 
 MAX_NAMES = 3  # of files in one line
@@ -35,6 +37,7 @@ def first_words(run, state, plan, options):
             rate=rate_text(schedule, text),
             schedule=text(f"schedule.{options['lr_schedule']}"),
         ),
+        *rate_lines(run, options, text),
         *dropout_lines(run, options, text),
         plan_line(run, plan, options, text),
         text(
@@ -101,6 +104,18 @@ def taught_lines(options, text):
         return []
     share, temperature = options["distill_weight"], options["distill_temperature"]
     return [text("first.taught", names=options["teacher"], share=share, temperature=temperature)]
+
+
+def rate_lines(run, options, text):
+    """A line where the learning rate gave way to the length of the run, or is more than a run so long bears."""
+    steps, peak, usual = run.recipe.num_steps, run.schedule.learn_rate.peak, default_learn_rate(run.recipe.config)
+    steady = steady_peak(options["lr_schedule"], steps)
+    if options["optimizer"] == "adamw":
+        return []
+    if peak > 1.1 * steady:
+        return [text("rate.high", peak=peak, steps=steps, steady=steady)]
+    gave_way = peak < usual and abs(peak / steady - 1) < 0.01
+    return [text("rate.lower", peak=peak, steps=steps, usual=usual)] if gave_way else []
 
 
 def dropout_lines(run, options, text):

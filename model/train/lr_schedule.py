@@ -3,6 +3,11 @@
 import math
 from dataclasses import dataclass
 
+# Of steps relative to the weights: the sum of their squared learning rates, up to which a run is steady. Weights that
+# such steps move at random grow by the square root of 1 + r² with each, by exp(2.5) = 12 in all with this sum.
+MOST_SQUARES = 5.0
+MEAN_SQUARES = dict(cosine=3 / 8, wsd=13 / 15)  # of the learning rates of a run whose peak is 1
+
 
 @dataclass(frozen=True)
 class LearnRate:
@@ -26,6 +31,15 @@ class LearnRate:
             return self.peak * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         left = max(self.total_pairs - pairs_seen, 0) / self.total_pairs
         return self.peak * min(left / 0.2, 1.0)
+
+
+def steady_peak(lr_schedule, num_steps):
+    """The highest peak with which steps relative to the weights keep a run of `num_steps` steady.
+
+    Measured with the model small (bench/results/study_small_data.md): 0.03 is steady for 14,800 steps and 0.0185 for
+    38,900, where 0.03 is not.
+    """
+    return math.sqrt(MOST_SQUARES / (MEAN_SQUARES[lr_schedule] * max(num_steps, 1)))
 
 
 def warmup_problem(peak, warmup_steps, num_steps):

@@ -12,6 +12,7 @@ usage: $recipe.sh --pairs=FILE[,FILE] --sft=FILE[,FILE] [--text=FILE[,FILE]] [--
   --sft     conversations to fine-tune on               --out   directory of the result (model_save/$recipe)
   --members=N        train N models on the pairs, and from their predictions the one that is kept (1: only that one)
   --preferences=N    then let it answer N of these conversations, and prefer their own responses (DPO)
+  --seed=N           of all trainings (23333); the members have the next ones
   --validation_share=0.01    of each kind of file is kept to validate; little data needs a larger share
   --any_field=value  options of train_low_mem.py train for every training
 NUM_PROCESSES=2 before the command starts that many processes instead of one for each visible GPU.
@@ -27,6 +28,7 @@ usage_zh() {
   --sft     微调用的对话                --out   结果的目录（model_save/$recipe）
   --members=N        先用问答对训练 N 个模型，保留的模型再学它们的预测（1：只训练这一个）
   --preferences=N    然后让模型回答其中 N 个对话，学习偏好原来的回答（DPO）
+  --seed=N           每次训练的随机种子（23333）；各成员依次用后面的几个
   --validation_share=0.01    每种文件留作验证的比例；数据少时要大一些
   --any_field=value  train_low_mem.py train 的选项，用于每次训练
 前面写 NUM_PROCESSES=2 就启动两个进程；不写时每块可见的 GPU 一个。
@@ -35,13 +37,13 @@ END
     exit 2
 }
 
-# Reads --text, --pairs, --sft, --members, --preferences, --validation_share, --out; what else is typed goes to every training.
+# Reads the options of the usage; what else is typed goes to every training.
 read_words() {
     local word rest=()
-    text='' pairs='' sft='' members=1 preferences=0 validation_share=0.01 out=model_save/$recipe
+    text='' pairs='' sft='' members=1 preferences=0 seed=23333 validation_share=0.01 out=model_save/$recipe
     for word in "$@"; do
         case $word in
-        --text=* | --pairs=* | --sft=* | --members=* | --preferences=* | --validation_share=* | --out=*)
+        --text=* | --pairs=* | --sft=* | --members=* | --preferences=* | --seed=* | --validation_share=* | --out=*)
             printf -v "$(cut -c3- <<<"${word%%=*}")" %s "${word#*=}"
             ;;
         --help) usage ;;
@@ -51,6 +53,7 @@ read_words() {
     [[ -n $pairs ]] || refuse "--pairs=FILE is missing: the pairs or conversations to pre-train on"
     [[ -n $sft ]] || refuse "--sft=FILE is missing: the conversations to fine-tune on"
     is_positive "$members" || refuse "--members=$members: how many models are trained on the pairs, a whole number, from 1"
+    [[ $seed =~ ^[0-9]{1,9}$ ]] || refuse "--seed=$seed: the seed of all trainings, a whole number"
     [[ $preferences == 0 ]] || is_positive "$preferences" ||
         refuse "--preferences=$preferences: how many conversations the model answers, a whole number; 0: none"
     read_options "${rest[@]}"
@@ -115,7 +118,7 @@ train_stage() {
         [[ $word == --epochs=* && " ${options[*]}" == *" --max_steps="* ]] || stage+=("$word")
     done
     say "trains $run" "训练 $run"
-    (start_training --train_file="$data" --validation_file="${first%.*}_valid.${first##*.}" --output_dir="$run" "${stage[@]}")
+    (start_training --seed="$seed" --train_file="$data" --validation_file="${first%.*}_valid.${first##*.}" --output_dir="$run" "${stage[@]}")
     is_finished "$run" || {
         say "stopped in $run: type the same command to go on" "停在 $run：再输入同一条命令就继续"
         exit 1
@@ -131,7 +134,7 @@ pairs_stage() {
     local run=$1 member teachers=()
     shift
     for ((member = 1; members > 1 && member <= members; member++)); do
-        train_stage "${run}_member_$member" pairs.parquet "$@" --seed="$member"
+        seed=$((10#$seed + member)) train_stage "${run}_member_$member" pairs.parquet "$@"
         teachers+=("$out/${run}_member_$member/best")
     done
     ((members == 1)) || set -- "$@" --teacher="$(IFS=,; echo "${teachers[*]}")" --distill_weight=0.7

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
@@ -10,7 +12,7 @@ from model.commands.doctor import model_rows
 from model.commands.option_values import load_config
 from model.commands.origin import find_origin
 from model.commands.plan_report import preview
-from model.commands.settled import settled, with_dropout
+from model.commands.settled import settled, with_dropout, with_rate
 from model.formats.adapters import export_adapter, export_merged, load_merged
 from model.formats.model_card import CARD_FILE, CardFacts
 from model.formats.weights import export_model, load_weights
@@ -148,3 +150,17 @@ def test_a_run_says_which_dropout_it_chose_and_keeps_it(home):
     assert done.codes == [0] and "dropout: 0.1, because 44 pairs, each read 4 times" in done.text, done.text
     stored = json.loads((home / "dropped_more" / "config.json").read_text())["config"]
     assert stored["dropout"] == 0.1
+
+
+def test_a_default_rate_relative_to_the_weights_falls_where_steps_are_many_and_no_other_does(home):
+    config, new, known = load_config("pretrain", {}), SimpleNamespace(found=None), SimpleNamespace(found=True)
+
+    def rate(num_steps, typed=(), origin=new, **options):
+        return with_rate(replace(config, **options), typed, origin, num_steps).learn_rate
+
+    assert [rate(n) for n in (None, 14_000, 80_000, 800_000)] == [0.03, 0.03, 0.0129, 0.00408]
+    assert rate(80_000, lr_schedule="wsd") == 0.00849
+    assert {rate(80_000, ["learn_rate"]), rate(80_000, origin=known), rate(80_000, optimizer="adamw")} == {0.03}
+    for options, said in ((dict(learn_rate=0.09), "rise again"), (dict(learn_rate=None), "0.0258 in place of 0.03")):
+        done = train(home, output_dir=f"long_{len(said)}", epochs=3636, early_stop=2, warmup_steps=0, **options)
+        assert done.codes == [0] and said in done.text, done.text
