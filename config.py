@@ -164,7 +164,7 @@ CHOICES = dict(
 # Default peak from scratch, default peak for fine-tuning, lowest and highest rate accepted. Measured with
 # bench.optimizers (bench/results/optimizers.md): the model small, from scratch on 189,202 pairs, fine-tuned on 58,668.
 LEARN_RATES = dict(
-    muon=(3e-2, 5e-3, 1e-3, 1e-1),  # 4e-2 is hardly better, 8e-2 far worse; fine-tuning: 2e-3 to 1e-2 tried
+    muon=(3e-2, 1.5e-2, 1e-3, 1e-1),  # 4e-2 is hardly better, 8e-2 far worse; fine-tuning: 2e-3 to 3e-2 tried
     adamw_rms=(2e-2, 5e-3, 1e-3, 1e-1),  # 3e-2 is hardly better, 5e-3 and 1e-2 far worse; fine-tuning: 2e-3, 5e-3 tried
     adafactor=(2e-2, 5e-3, 1e-3, 1e-1),  # 1e-2 to 4e-2 tried; T5 used 1e-2, fine-tuning 1e-3 (arXiv 1910.10683)
     adamw=(3e-4, 1e-3, 1e-6, 5e-3),  # 1e-3 is far worse; fine-tuning: 3e-5 to 3e-3 tried (bench/results)

@@ -20,7 +20,7 @@ from model.nn.lora import LoraConfig, attach, draw
 from model.runtime.distributed import ALONE
 from tests.tiny import SHORT, journal, train
 
-MUON, ADAMW = ("muon", 5e-3, "muon"), ("adamw", 1e-3, "others")
+MUON, ADAMW = ("muon", 1.5e-2, "muon"), ("adamw", 1e-3, "others")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_weights_keep_the_optimizer_that_made_them_and_all_others_get_adamw(made
     downloaded = copied(made, tmp_path / "downloaded", without_record)
     (downloaded / CARD_FILE).write_text("# A model\n\n| optimizer | Adam |\n", encoding="utf-8")
     assert choice(downloaded) == ADAMW
-    assert choice(downloaded, ["optimizer"], optimizer="muon") == ("muon", 5e-3, "typed")
+    assert choice(downloaded, ["optimizer"], optimizer="muon") == ("muon", 1.5e-2, "typed")
     assert choice(downloaded, lora_rank=2) == ("adamw", 1e-3, "adapter")
     (downloaded / CARD_FILE).unlink()
     assert choice(downloaded) == ADAMW
@@ -96,7 +96,7 @@ def test_a_merged_adapter_changes_nothing(tmp_path, model, tokenizer, optimizer)
     export_model(model, tokenizer, tmp_path / "base", facts=CardFacts(optimizer=optimizer))
     lora = LoraConfig(rank=2, alpha=4.0, targets=("q",), base=str(tmp_path / "base"))
     draw(attach(model, lora), 1)
-    tables = {"Training": {"trained": "LoRA of rank 2 on base", "optimizer": "muon, peak learning rate 0.005, wsd"}}
+    tables = {"Training": {"trained": "LoRA of rank 2 on base", "optimizer": "muon, peak learning rate 0.015, wsd"}}
     export_adapter(model, tokenizer, tmp_path / "adapter", facts=CardFacts(tables=tables, optimizer="muon"))
     expected = MUON if optimizer else ADAMW
     assert choice(tmp_path / "adapter") == expected
@@ -125,7 +125,7 @@ def test_train_plan_and_doctor_choose_and_say_the_same_and_a_resume_keeps_it(mad
     assert "optimizer: adamw, as at the run's first start; learning rate up to 0.001" in resumed.text, resumed.text
     assert [line["optimizer"] for line in journal(made / "ours", "start")] == ["adamw", "adamw"]
     absent = preview(load_config("sft", dict(train_file="train.jsonl")), ())["optimizer"]
-    assert (absent["name"], absent["learn_rate"]) == ("muon", 5e-3)
+    assert (absent["name"], absent["learn_rate"]) == ("muon", 1.5e-2)
 
 
 def test_a_t5_from_scratch_that_reads_few_pairs_often_gets_dropout_and_nothing_else_does(home, made, monkeypatch):

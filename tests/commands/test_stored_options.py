@@ -240,7 +240,7 @@ def test_a_resumed_run_cannot_change_its_initial_weights(tmp_path):
         (dict(learn_rate="1e-4"), ("muon takes 0.001 to 0.1", "of AdamW is about 0.01 here: type --learn_rate=0.01")),
         (dict(learn_rate="1e-4", optimizer="adamw_rms"), ("--learn_rate=0.01", "adamw_rms's default 0.02")),
         (dict(learn_rate="3e-2", optimizer="adamw"), ("--learn_rate=0.0003;", "adamw's default 0.0003")),
-        (dict(learn_rate="1e-4", is_finetune="True", optimizer="muon"), ("--learn_rate=0.01;", "muon's default 0.005")),
+        (dict(learn_rate="1e-4", is_finetune="True", optimizer="muon"), ("--learn_rate=0.01;", "muon's default 0.015")),
         (dict(learn_rate="0.5", optimizer="adafactor"), ("adafactor's default 0.02",)),
     ],
 )
