@@ -1,18 +1,15 @@
 """Pictures of README.md and the options page, and the table and figure of bench.compare's results.
 
-    python -m bench.pictures overview RUN_DIR [--output docs/images/overview.png]
     python -m bench.pictures screen RUN_DIR OUT.svg [--columns 120] [--lines 30]
     python -m bench.pictures page ADDRESS OUT.png QUESTION… [--size 1440x900] [--language zh] [--dark] [--press CSS]
 
-overview: the losses of a run, from its journal, and the speed table of docs/benchmarks.md. screen: the screen as it
-stood when the run wrote its last status; CHAT_LANG chooses the language. page: the page of a server that runs at
-ADDRESS, after these questions; below 600 pixels a phone's.
+screen: the screen as it stood when the run wrote its last status; CHAT_LANG chooses the language. page: the page of a
+server that runs at ADDRESS, after these questions; below 600 pixels a phone's.
 """
 
 import io
 import os
 import platform
-import re
 import statistics
 import time
 from dataclasses import replace
@@ -30,18 +27,12 @@ from rich.text import Text
 from bench.corpus import draw_lengths
 from bench.loops import SHAPES, smallest_shape
 from model.display.catalogue import Texts, language_of
-from model.display.plots import draw_losses
 from model.display.screen import draw as draw_screen
 from model.display.watch import Follower
-from model.run.journal import read_journal
 from tests.browser import Page, new_browser
 from tests.served import wait_until
 
 SHOWN_SECONDS = 3  # until the panel of a run has been asked for again
-ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ROOT / "docs" / "benchmarks.md"
-COLOURS = {"this trainer": "tab:blue", "Seq2SeqTrainer": "tab:orange", "hand-tuned": "tab:green"}
-ROW = re.compile(r"^\| (\S+)[^|]* \| ([^|]+) \| ([^|]+) \| ([\d,]+) k \| ([\d.]+) \|$", re.MULTILINE)
 COMPARED = ("ours", "a", "b")
 LOOPS = dict(ours="ours", a="A: Seq2SeqTrainer", b="B: by hand", dropout="ours, dropout", profile="run_train.sh")
 HEAD = ("model", "loop", "pairs per step", "real tokens/s", "spread", "ms per step", "peak GiB", "s to first step")
@@ -152,59 +143,6 @@ def draw_cells(path, results):
     figure.savefig(path, dpi=120)
 
 
-def overview(run_dir, output=ROOT / "docs" / "images" / "overview.png"):
-    """Draw the losses of a run on the left, one panel of speeds for each model on the right."""
-    rows = speed_rows(BENCHMARKS.read_text(encoding="utf-8"))
-    draw_overview(Path(output), read_journal(Path(run_dir, "metrics.jsonl")), rows)
-
-
-def speed_rows(page):
-    """(model, loop, pairs per step, thousands of tokens per second) of each row of the speed table in `page`.
-
-    Raises ValueError if there is no such table.
-    """
-    rows = [(model, loop, pairs, int(rate.replace(",", ""))) for model, loop, pairs, rate, _ in ROW.findall(page)]
-    if not rows:
-        raise ValueError(
-            "no speed table: write rows like `| model | loop | pairs per step | 1,234 k | 5.6 |` in docs/benchmarks.md"
-        )
-    return rows
-
-
-def draw_overview(path, records, rows):
-    """Write the picture to `path`: the losses on the left, one panel of speeds per model on the right."""
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    panels = figure.subplot_mosaic([["losses", model] for model in dict.fromkeys(row[0] for row in rows)])
-    draw_losses(panels["losses"], records)
-    panels["losses"].set_title(describe(records), fontsize=10)
-    panels["losses"].legend(loc="upper right")
-    for model, axes in panels.items():
-        if model != "losses":
-            draw_speeds(axes, model, [row[1:] for row in rows if row[0] == model])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def describe(records):
-    """One line that describes the run of a journal."""
-    start = next(record for record in records if record["kind"] == "start")
-    size = f"{start['parameters'] / 1e6:.1f} M parameters"
-    pairs = f"{start['total_pairs']:,} pairs, {start['global_batch']} per step"
-    return f"{size}; {pairs}; {start['dtype']}; {start['world']} × {start['device']}"
-
-
-def draw_speeds(axes, model, rows):
-    """Draw one bar for each (loop, pairs per step, thousands of tokens per second), the first at the top."""
-    labels = [f"{loop.split(',')[0] if 'this' not in loop else loop}, {pairs}" for loop, pairs, _ in rows]
-    colours = [next((colour for name, colour in COLOURS.items() if name in loop), "gray") for loop, _, _ in rows]
-    bars = axes.barh(labels, [rate for _, _, rate in rows], color=colours)
-    axes.bar_label(bars, [f"{rate:,} k" for _, _, rate in rows], padding=3, fontsize=9)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.tick_params(axis="y", labelsize=9)
-    axes.set_title(f"{model}: tokens per second (loop, pairs per step)", fontsize=10)
-
-
 def screen(run_dir, out, columns=120, lines=30):
     """Write the screen as it stood when the run wrote its last status; CHAT_LANG chooses the language."""
     view = Follower(run_dir, "stop").look()
@@ -254,4 +192,4 @@ def stretched(text):
 
 
 if __name__ == "__main__":
-    fire.Fire(dict(overview=overview, screen=screen, page=page))
+    fire.Fire(dict(screen=screen, page=page))

@@ -18,7 +18,7 @@ from model.formats.weights import export_model
 from model.run.run_dir import TOKENIZER_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ("architecture", "options", "benchmarks", "experiments", "conversations", "faults", "judging")
+DOCS = ("architecture", "options", "benchmarks", "conversations", "faults", "judging")
 RESULTS = [f"bench/results/{path.name}" for path in sorted((ROOT / "bench" / "results").glob("*.md"))]
 PAGES = ["README.md", "README.zh.md", "CONTRIBUTING.md", *(f"docs/{name}.md" for name in DOCS), *RESULTS]
 
