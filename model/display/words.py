@@ -55,10 +55,8 @@ WORDS = {
         "why.others": "the default for weights that this trainer's Muon did not train",
         "rate.warmed": "up to {peak:g} over the first {steps:,.0f} steps, then ",
         "rate.at_once": "{peak:g} from the first step, ",
-        "rate.lower": "learning rate: {peak:g} in place of {usual:g}, because {steps:,.0f} steps are many; a larger "
-        "--global_batch_size takes fewer, --learn_rate=NUMBER sets it",
-        "rate.high": "learning rate: with {peak:g} the loss may rise again in {steps:,.0f} steps: up to {steady:.3g} "
-        "is steady; a larger --global_batch_size takes fewer steps",
+        "rate.lower": "learning rate: {peak:g}, not {usual:g}, for {steps:,.0f} steps; a larger batch takes fewer",
+        "rate.high": "learning rate: in {steps:,.0f} steps of {peak:g} the loss may rise again; {steady:.3g} is steady",
         "where.card": "{count} x {name}",
         "where.cpu": "{count} x CPU ({threads} threads)",
         "first.plan": "plan: {where}, {dtype}{sent}; forward passes a step: about {passes}, of at most {tokens:,} "
@@ -209,10 +207,8 @@ WORDS = {
         "why.others": "权重不是由本工具的 Muon 训练的，默认用它",
         "rate.warmed": "在前 {steps:,.0f} 步升到 {peak:g}，",
         "rate.at_once": "从第一步起为 {peak:g}，",
-        "rate.lower": "学习率：{peak:g}，没有用 {usual:g}，因为要走 {steps:,.0f} 步；"
-        "加大 --global_batch_size 步数就少，用 --learn_rate=数值 指定",
-        "rate.high": "学习率：走 {steps:,.0f} 步用 {peak:g}，损失可能再升高，到 {steady:.3g} 为止是稳的；"
-        "加大 --global_batch_size 步数就少",
+        "rate.lower": "学习率：{peak:g}，不是 {usual:g}，因为要走 {steps:,.0f} 步；加大 batch 步数就少",
+        "rate.high": "学习率：走 {steps:,.0f} 步用 {peak:g}，损失可能再升高；{steady:.3g} 是稳的",
         "where.card": "{count} 块 {name}",
         "where.cpu": "{count} 个 CPU 进程，各 {threads} 个线程",
         "first.plan": "方案：{where}，{dtype}{sent}；每步约 {passes} 次前向，每次最多 {tokens:,} 个词元{how}；{memory}",

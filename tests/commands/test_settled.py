@@ -161,6 +161,6 @@ def test_a_default_rate_relative_to_the_weights_falls_where_steps_are_many_and_n
     assert [rate(n) for n in (None, 14_000, 80_000, 800_000)] == [0.03, 0.03, 0.0129, 0.00408]
     assert rate(80_000, lr_schedule="wsd") == 0.00849
     assert {rate(80_000, ["learn_rate"]), rate(80_000, origin=known), rate(80_000, optimizer="adamw")} == {0.03}
-    for options, said in ((dict(learn_rate=0.09), "rise again"), (dict(learn_rate=None), "0.0258 in place of 0.03")):
+    for options, said in ((dict(learn_rate=0.09), "rise again"), (dict(learn_rate=None), "0.0258, not 0.03")):
         done = train(home, output_dir=f"long_{len(said)}", epochs=3636, early_stop=2, warmup_steps=0, **options)
         assert done.codes == [0] and said in done.text, done.text
