@@ -33,8 +33,7 @@ WORDS = {
         "first.adapter": "{text}; trained is an adapter of rank {rank} with {trained} weights, the base is "
         "frozen{packed}",
         "adapter.nf4": ", its matrices in NF4",
-        "first.taught": "teachers: {names}; {share:.0%} of the loss compares with what they predict, temperature "
-        "{temperature:g}",
+        "first.taught": "teachers: {names}; {share:.0%} of the loss is their predictions', temperature {temperature:g}",
         "first.dropout": "dropout: {dropout:g}, because {why}; --dropout=NUMBER sets it",
         "dropout.few": "{pairs:,} pairs, each read {passes:.4g} times, are few for {weights} weights",
         "dropout.many": "{pairs:,} pairs are many for {weights} weights",
