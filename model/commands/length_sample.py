@@ -11,10 +11,9 @@ from model.commands.objective import on_rows
 from model.commands.run_data import source_of
 from model.commands.run_files import train_files
 from model.data.compressed import CODECS
-from model.data.conversation import Turn
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
-from model.data.store_writer import column_lengths, taken_rows
+from model.data.store_writer import column_lengths, taken_rows, texts_in
 from model.data.t5_text import Context
 from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
@@ -91,8 +90,8 @@ def _estimated_pairs(path, rows):
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             num_conversations = pq.ParquetFile(file).metadata.num_rows
-        return num_conversations * len(rows) / sum(map(_begins, rows))
-    text_bytes = sum(len(text.encode(errors="replace")) for row in rows for text in _texts(row))
+        return num_conversations * len(rows) / max(sum(map(_begins, rows)), 1)
+    text_bytes = sum(len(text.encode(errors="replace")) for row in rows for text in texts_in(row))
     file_bytes = path.stat().st_size * (TIMES_SMALLER if path.suffix.lower() in CODECS else 1)
     return len(rows) * file_bytes / max(text_bytes, 1)
 
@@ -100,12 +99,3 @@ def _estimated_pairs(path, rows):
 def _begins(row):
     """Whether a row of an objective is the first of its conversation, as far as is known."""
     return not (isinstance(row[-1], Context) and row[-1].end)
-
-
-def _texts(row):
-    """The texts of a row of an objective: its own, and those of turns."""
-    for value in row:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            yield from (turn.text for turn in value if isinstance(turn, Turn))
