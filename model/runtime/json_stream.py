@@ -150,7 +150,8 @@ class JsonText:
         if len(rest) >= MAX_ITEM_CHARS:
             raise ValueError(
                 f"{self.file.name} line {self.line():,} (character {self.chars_before + self.at:,}): an item has more "
-                f"than {MAX_ITEM_CHARS:,} characters; write one JSON object per line"
+                f"than {MAX_ITEM_CHARS:,} characters; write one JSON object per line, and a text that is longer in "
+                "several of them"
             )
         more = self.file.read(min(max(CHUNK_CHARS, len(rest)), MAX_ITEM_CHARS - len(rest)))
         if more:

@@ -96,7 +96,7 @@ def test_a_text_above_the_limit_costs_only_its_own_row(tmp_path):
     pq.write_table(pa.table({"prompt": texts, "response": ["r"] * 5}), path)
     assert [pair[0] for pair in read_pairs(path, on_malformed=problems.append)] == texts[::2]
     assert [problem.removeprefix(str(path))[:6] for problem in problems] == [" row 2", " row 4"]
-    with pytest.raises(ValueError, match="16,777,217 characters; at most 16,777,216 are read"):
+    with pytest.raises(ValueError, match="16,777,217 characters; at most 16,777,216 are read: cut its text"):
         list(read_pairs(path))
 
 
