@@ -158,9 +158,9 @@ def texts_in(row):
         if isinstance(value, str):
             yield value
         elif isinstance(value, Conversation):
+            yield value.tools
             for turn in value.turns:
-                yield turn.text
-                yield turn.thought
+                yield from (turn.text, turn.thought, *turn.calls)
 
 
 def store_schema(columns, vocab_size):

@@ -58,10 +58,11 @@ def test_named_columns_are_read(tmp_path, tokenizer):
     assert examples_of(store, [0])[0][0] == [*tokenizer.encode("你好"), tokenizer.eos_id]
 
 
-@pytest.mark.parametrize("kind", ["pairs", "dialogues", "preferences"])
+@pytest.mark.parametrize("kind", ["pairs", "dialogues", "tools", "preferences"])
 def test_long_rows_of_every_kind_are_read_few_at_a_time(kind):
-    dialogue = Conversation((Turn("user", "问"), Turn("assistant", LONG)))
-    row = dict(pairs=("问", LONG, None), dialogues=(dialogue,), preferences=(dialogue, dialogue))[kind]
+    turns = Turn("user", "问"), Turn("assistant", LONG)
+    rows = dict(pairs=("问", LONG, None), dialogues=(Conversation(turns),), tools=(Conversation(turns[:1], LONG),))
+    row = rows[kind] if kind in rows else rows["dialogues"] * 2
     rows = iter([row] * 9)
     assert len(store_writer.taken_rows(rows, 5, 500)) < 5
     assert len(store_writer.taken_rows(rows, 2, 10**6)) == 2
