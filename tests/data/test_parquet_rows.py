@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from model.data import parquet_rows
 from model.runtime.json_stream import MAX_ITEM_CHARS
-from tests.data.files import read_pairs
+from tests.data.files import read_pairs, refusal
 
 MEASURE = """
 import sys
@@ -67,6 +68,16 @@ BOMBS = {
     "nulls of a fixed size": lambda: {"prompt": ["p"] * 1000, "x": pa.nulls(1000, pa.binary(1_000_000))},
     "a claim of 2^40 rows": None,
 }  # fmt: skip
+
+
+def test_a_long_text_that_all_rows_share_is_read_whatever_their_number_if_row_groups_are_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_rows, "FREE_BYTES", 1 << 20)
+    rows = [(f"{'a list of tools ' * 1200}{number}", "r") for number in range(200)]
+    path, table = tmp_path / "shared.parquet", pa.table(dict(prompt=[p for p, _ in rows], response=["r"] * 200))
+    pq.write_table(table, path, compression="zstd", use_dictionary=False, row_group_size=40)
+    assert 19_000 * 200 > (1 << 20) + 50 * path.stat().st_size and list(read_pairs(path)) == rows
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    assert "in one group of rows (row_group_size=1000 makes" in refusal(path)
 
 
 @pytest.mark.parametrize("name", BOMBS)
