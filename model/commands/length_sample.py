@@ -20,6 +20,7 @@ from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
 
 SAMPLED_ROWS, MOST_SHARES = 20_000, 20  # rows in all; of more files, each gives one of so many shares
+MOST_ROWS, LEAST_SHARE = 100_000, 20  # but all files together not more rows than the first, unless so few of each are
 SAMPLED_CHARS = 4 << 20  # of long texts, from a file
 TIMES_SMALLER = 10  # text with .gz or .zst, at most; more is repetition
 TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
@@ -76,13 +77,18 @@ class FirstRows:
 
 def _first_rows(source, place):
     """The FirstRows of the file at this place of a Source."""
-    path, most = source.paths[place], SAMPLED_ROWS // min(len(source.paths), MOST_SHARES)
+    path, most = source.paths[place], rows_of_each(len(source.paths))
     reader = source.readers[place] if source.readers else source.objective
     rows = reader.read(path, source.columns, Counter())
     taken = taken_rows(rows, most, SAMPLED_CHARS)
     lengths = column_lengths(reader.encode(taken, source.tokenizer, source.max_seq_len))
     is_all = not taken or next(rows, None) is None
     return FirstRows(lengths, is_all, 1.0 if is_all else _estimated_pairs(Path(path), taken) / len(taken))
+
+
+def rows_of_each(num_files):
+    """Most rows that each of so many files gives."""
+    return min(SAMPLED_ROWS // min(num_files, MOST_SHARES), max(MOST_ROWS // num_files, LEAST_SHARE))
 
 
 def _estimated_pairs(path, rows):

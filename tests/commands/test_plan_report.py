@@ -284,6 +284,12 @@ def test_the_pairs_of_a_long_file_are_estimated_from_its_texts_in_pairs_and_in_d
     assert 60_000 < estimates[0] == estimates[1] < 70_000
 
 
+def test_a_plan_for_thousands_of_files_reads_few_rows_of_each():
+    assert [length_sample.rows_of_each(count) for count in (1, 20, 100)] == [20_000, 1000, 1000]
+    assert all(count * length_sample.rows_of_each(count) <= 100_000 for count in (101, 1000, 5000))
+    assert length_sample.rows_of_each(20_000) == 20
+
+
 def test_a_parquet_whose_dialogues_all_begin_with_what_is_not_learnt_is_estimated(tmp_path):
     path = write_parquet(tmp_path / "long.parquet", [("问", "答")] * 9)
     turns = [Turn("user", "问"), Turn("assistant", "答"), Turn("user", "问")]
