@@ -22,7 +22,7 @@ from model.runtime.environment import explain_missing_packages  # noqa: E402
 explain_missing_packages()
 
 from model.commands.option_names import ScriptParser  # noqa: E402
-from model.data.documents import texts_of  # noqa: E402
+from model.data.documents import in_batches, texts_of  # noqa: E402
 from model.data.encodings import check_encoding  # noqa: E402
 from model.data.file_list import SUFFIXES, files_in  # noqa: E402
 from model.data.file_request import FileRequest  # noqa: E402
@@ -70,7 +70,7 @@ def check_output(output_dir: Path, overwrite: bool) -> None:
 
 def print_summary(output_dir: Path, held_out: list[str], seconds: float) -> None:
     tokenizer = load_tokenizer(output_dir)
-    num_tokens = sum(map(len, tokenizer.encode_batch(held_out)))
+    num_tokens = sum(len(ids) for texts in in_batches(held_out) for ids in tokenizer.encode_batch(texts))
     text, density = texts_here(), sum(map(len, held_out)) / num_tokens if num_tokens else None
     found = {
         "directory": text("tokenizer.directory.of", directory=output_dir, fingerprint=tokenizer.fingerprint),

@@ -57,7 +57,7 @@ def post(server, body, **headers):
         return urllib.request.urlopen(request, timeout=60).status
     except urllib.error.HTTPError as error:
         return error.code
-    except (urllib.error.URLError, ConnectionError):  # refused before the body was read to its end
+    except (urllib.error.URLError, ConnectionError):  # no answer
         return None
 
 

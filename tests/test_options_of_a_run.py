@@ -44,6 +44,16 @@ def test_max_steps_ends_a_run_within_an_epoch_and_a_resume_ends_at_the_same_weig
     assert refused(train(home, output_dir="both", max_steps=7), "--max_steps=7 and --epochs=2: give only one")
 
 
+def test_a_run_of_many_passes_by_max_steps_gets_the_dropout_that_one_by_epochs_gets(home):
+    options = dict(dropout=-1, global_batch_size=NUM_PAIRS, warmup_steps=None, validation_file="", **LONG)
+    runs = dict(by_steps=dict(max_steps=4, epochs=None), by_epochs=dict(epochs=4))
+    for name, length in runs.items():
+        done = train(home, output_dir=name, **options | length)
+        assert done.codes == [0], done.text
+        assert "dropout: 0.1" in done.text, done.text
+    assert weights_hash(home / "by_steps") == weights_hash(home / "by_epochs")
+
+
 def test_weights_say_how_often_a_row_comes_and_a_resume_keeps_them(home):
     options = dict(train_file="train.jsonl*2,valid.jsonl:0.5", **LONG)
     done = train(home, 1, "forward:0:5:int", output_dir="mixed", **options)

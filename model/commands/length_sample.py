@@ -11,16 +11,16 @@ from model.commands.objective import on_rows
 from model.commands.run_data import source_of
 from model.commands.run_files import train_files
 from model.data.compressed import CODECS
-from model.data.conversation import Turn
 from model.data.length_histogram import Lengths, histogram
 from model.data.sampler import Mixture, mixture_of
-from model.data.store_writer import column_lengths, taken_rows
+from model.data.store_writer import column_lengths, taken_rows, texts_in
 from model.data.t5_text import Context
 from model.data.token_store import find_store
 from model.run.run_dir import TOKENS_DIR
 from model.train.examples import Examples
 
 SAMPLED_ROWS, MOST_SHARES = 20_000, 20  # rows in all; of more files, each gives one of so many shares
+MOST_ROWS, LEAST_SHARE = 100_000, 20  # but all files together not more rows than the first, unless so few of each are
 SAMPLED_CHARS = 4 << 20  # of long texts, from a file
 TIMES_SMALLER = 10  # text with .gz or .zst, at most; more is repetition
 TOKEN_BYTES = 2.4  # per token in a token store, with its share of lengths and offsets
@@ -77,7 +77,7 @@ class FirstRows:
 
 def _first_rows(source, place):
     """The FirstRows of the file at this place of a Source."""
-    path, most = source.paths[place], SAMPLED_ROWS // min(len(source.paths), MOST_SHARES)
+    path, most = source.paths[place], rows_of_each(len(source.paths))
     reader = source.readers[place] if source.readers else source.objective
     rows = reader.read(path, source.columns, Counter())
     taken = taken_rows(rows, most, SAMPLED_CHARS)
@@ -86,13 +86,18 @@ def _first_rows(source, place):
     return FirstRows(lengths, is_all, 1.0 if is_all else _estimated_pairs(Path(path), taken) / len(taken))
 
 
+def rows_of_each(num_files):
+    """Most rows that each of so many files gives."""
+    return min(SAMPLED_ROWS // min(num_files, MOST_SHARES), max(MOST_ROWS // num_files, LEAST_SHARE))
+
+
 def _estimated_pairs(path, rows):
     """Number of pairs in a file that begins with `rows`: exact for a parquet of pairs, else an estimate."""
     if path.suffix == ".parquet":
         with open(path, "rb") as file:  # pyarrow itself opens only names in UTF-8
             num_conversations = pq.ParquetFile(file).metadata.num_rows
-        return num_conversations * len(rows) / sum(map(_begins, rows))
-    text_bytes = sum(len(text.encode(errors="replace")) for row in rows for text in _texts(row))
+        return num_conversations * len(rows) / max(sum(map(_begins, rows)), 1)
+    text_bytes = sum(len(text.encode(errors="replace")) for row in rows for text in texts_in(row))
     file_bytes = path.stat().st_size * (TIMES_SMALLER if path.suffix.lower() in CODECS else 1)
     return len(rows) * file_bytes / max(text_bytes, 1)
 
@@ -100,12 +105,3 @@ def _estimated_pairs(path, rows):
 def _begins(row):
     """Whether a row of an objective is the first of its conversation, as far as is known."""
     return not (isinstance(row[-1], Context) and row[-1].end)
-
-
-def _texts(row):
-    """The texts of a row of an objective: its own, and those of turns."""
-    for value in row:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, list):
-            yield from (turn.text for turn in value if isinstance(turn, Turn))

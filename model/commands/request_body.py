@@ -22,12 +22,13 @@ async def read_json(request, most_bytes):
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
-                parts.append(part)
                 size += len(part)
-                if size > most_bytes:
-                    raise Refused(413, f"the body has more than {most_bytes:,} bytes", headers={"connection": "close"})
+                if size <= most_bytes:
+                    parts.append(part)  # the rest is read too: most clients see an answer only once they have sent all
     except TimeoutError:
         raise Refused(408, f"the body was not there within {BODY_SECONDS} s") from None
+    if size > most_bytes:
+        raise Refused(413, f"the body has more than {most_bytes:,} bytes: shorten it", headers={"connection": "close"})
     try:
         body = json.loads(b"".join(parts))
     except (ValueError, RecursionError) as error:

@@ -33,7 +33,7 @@ def open_data(ranks, recipe, tokenizer):
     train = open_examples(ranks, recipe, tokenizer, files)
     mixture = mixture_of(train.store.rows_of_files, [file.weight for file in files])
     places = recipe.config.against_loops != "none"
-    train = replace(train, dropout=recipe.spec.dropout, places=places, mixture=mixture)
+    train = replace(train, places=places, mixture=mixture)
     if not recipe.config.validation_file:
         return train, None
     files = files_of(recipe.config, "validation_file")

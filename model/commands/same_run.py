@@ -22,9 +22,9 @@ def check_same_run(found, option, fresh):
     if not why_not_compared(then, fresh) and then.ids_sha256 != fresh.ids_sha256:
         raise ValueError(
             f"{found.path} was written on other training pairs, or in another order, than --{option} names "
-            "now, or by a version that encoded control tokens such as </s> or <think> in a text as tokens, or took "
-            f"dialogues apart, where this one does not: resume with the same pairs (--{option}=) or that version, "
-            f"{ANOTHER_RUN}"
+            "now, or by a version that encoded control tokens such as </s> or <think> in a text as tokens, took "
+            "dialogues apart, or ended texts of large files with another EOS, where this one does not: resume with the "
+            f"same pairs (--{option}=) or that version, {ANOTHER_RUN}"
         )
 
 

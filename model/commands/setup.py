@@ -96,6 +96,7 @@ def _read_data(ranks, config, typed, recipe, origin):
     """(Recipe that knows the number of pairs, Examples to train on, those to evaluate on or None)."""
     train, validation = open_data(ranks, recipe, origin.tokenizer)
     recipe = resolve(config, typed, recipe.machine, origin, train.epoch_pairs)
+    train = replace(train, dropout=recipe.spec.dropout)  # which the number of pairs decides
     if ranks.is_main:
         warn_of_data(train, origin.tokenizer, config.finetune_from_ckp_file, recipe.global_batch)
     lap("data")

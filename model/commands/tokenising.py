@@ -9,7 +9,7 @@ import logging
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from model.data.span_noise import Noise
@@ -58,7 +58,8 @@ def write_beside(source, key, directory, progress, stop):
 def _request(source, key, directory):
     values = dict(
         paths=list(map(str, source.paths)), objective=_described(source.objective), columns=source.columns, key=key,
-        tokenizer=str(source.tokenizer.directory), max_seq_len=source.max_seq_len, directory=str(directory),
+        tokenizer=str(source.tokenizer.directory), eos_id=source.tokenizer.eos_id, max_seq_len=source.max_seq_len,
+        directory=str(directory),
     )  # fmt: skip
     return json.dumps(values)
 
@@ -107,7 +108,8 @@ def main():
 
 
 def _write(request):
-    objective, tokenizer = _objective_of(request["objective"]), load_tokenizer(request["tokenizer"])
+    objective = _objective_of(request["objective"])
+    tokenizer = replace(load_tokenizer(request["tokenizer"]), eos_id=request["eos_id"])  # that of the template, perhaps
     readers = objective.readers if isinstance(objective, Mixed) else ()
     source = Source(request["paths"], objective, tokenizer, request["max_seq_len"], request["columns"], readers)
     write_store(source, request["key"], Path(request["directory"]), lambda rows: _tell(rows=rows), lambda: False)

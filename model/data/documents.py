@@ -30,14 +30,14 @@ def read_texts(path: str, columns: tuple[str, str], ignored: Counter) -> Iterato
 def encode_texts(rows: list[tuple[str]], tokenizer: ChatTokenizer, cut: Callable) -> Encoded:
     """Encoded of the chunks that `cut` makes of the ids of each document; blank ones are left out."""
     chunks, num_texts = [], 0
-    for texts in _batches([text for (text,) in rows if text and not text.isspace()]):
+    for texts in in_batches([text for (text,) in rows if text and not text.isspace()]):
         found = [cut(ids) for ids in tokenizer.encode_batch(texts)]
         num_texts += sum(map(bool, found))
         chunks += chain.from_iterable(found)
     return Encoded([chunks], [0], {}, texts=num_texts)
 
 
-def _batches(texts):
+def in_batches(texts):
     """Yield the texts in lists of MAX_BATCH_CHARS characters or one text."""
     batch, num_chars = [], 0
     for text in texts:

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def data_files(text, split="train", objectives=()):
             found += [DataFile(each, weight, objective) for each in files_in(path, split=split)]
         except ValueError as error:
             problems.append(str(error))
-    names = [(file.objective, file.path) for file in found]
-    twice = sorted({path for objective, path in names if names.count((objective, path)) > 1})
+    counts = Counter((file.objective, file.path) for file in found)
+    twice = sorted({path for (_, path), count in counts.items() if count > 1})
     problems += [f"{path} is named twice: write {path}*2" for path in twice]
     if problems:
         raise ValueError("\n  ".join(problem.replace("\n", "\n  ") for problem in problems))

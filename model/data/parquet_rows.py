@@ -15,12 +15,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from model.data.compressed import open_seekable
-from model.data.record_batches import BATCH_ROWS, FREE_BYTES, check_widths, expansion_error, max_values, rows_of
+from model.data.record_batches import (
+    BATCH_ROWS,
+    CHARS_PER_BYTE,
+    FREE_BYTES,
+    check_widths,
+    expansion_error,
+    max_values,
+    rows_of,
+)
 from model.runtime.json_stream import OnMalformed
 
 BATCH_BYTES = 128 << 20
 SMALL_CHUNK_BYTES = 8 << 20  # pyarrow copies a dictionary for each batch
-MAX_COMPRESSION = 50  # how many times smaller text becomes at most; beyond that it is repetition
+MAX_COMPRESSION = 50  # how many times smaller text becomes; beyond that, rows repeat each other
 MAX_NESTED_DELTA_BYTES = 1 << 28
 MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS = 16 << 20, 1_000_000
 
@@ -61,15 +69,20 @@ def _check_size(path, file_bytes, file):
     metadata, most = file.metadata, max_values(file_bytes)
     if not 0 <= metadata.num_rows <= most:
         raise expansion_error(path, file_bytes, f"{metadata.num_rows:,} rows")
-    num_values, num_bytes = np.zeros(metadata.num_columns), 0
+    num_values, num_bytes = np.zeros(metadata.num_columns), [0]
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = list(map(group.column, range(group.num_columns)))
         num_values += [abs(chunk.num_values) for chunk in chunks]
-        num_bytes += sum(abs(chunk.total_uncompressed_size) for chunk in chunks)
+        num_bytes.append(sum(abs(chunk.total_uncompressed_size) for chunk in chunks))
     if num_values.max(initial=0) > most:
         raise expansion_error(path, file_bytes, f"{num_values.max():,.0f} values in a column")
-    if num_bytes > FREE_BYTES + MAX_COMPRESSION * file_bytes:
-        raise expansion_error(path, file_bytes, f"{num_bytes:,}")
+    if max(num_bytes) > FREE_BYTES + MAX_COMPRESSION * file_bytes:
+        groups = f"{max(num_bytes):,} in one group of rows (row_group_size=1000 makes smaller groups)"
+        raise expansion_error(path, file_bytes, groups)
+    if (
+        sum(num_bytes) > FREE_BYTES + CHARS_PER_BYTE * file_bytes
+    ):  # a long text that all rows share is compressed so far
+        raise expansion_error(path, file_bytes, f"{sum(num_bytes):,}")
     check_widths(path, file.schema_arrow)
 
 

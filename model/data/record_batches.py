@@ -41,7 +41,7 @@ def rows_of(
                 yield from enumerate(_as_rows(path, batch.slice(start, end - start)), index + start)
             else:
                 on_malformed(f"{path} row {index + start + 1:,}: a row of {chars[start]:,} characters; "
-                             f"at most {MAX_ITEM_CHARS:,} are read")  # fmt: skip
+                             f"at most {MAX_ITEM_CHARS:,} are read: cut its text into several rows")  # fmt: skip
         index += len(batch)
 
 

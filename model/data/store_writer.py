@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 import ujson
 
+from model.data.conversation import Conversation
 from model.data.file_list import names_of
 from model.data.file_request import describe_ignored
 from model.data.row_hashes import write_hashes
 from model.runtime.atomic_io import whole_directory
 
-ROWS_PER_BATCH, CHARS_PER_BATCH = 4096, 1 << 24  # the latter of plain texts, which may be long
+ROWS_PER_BATCH, CHARS_PER_BATCH = 4096, 1 << 22  # the tokens of the latter take 0.6 GB of host memory
 ALLOCATIONS = 200_000  # between two collections of garbage
 
 
@@ -141,14 +142,25 @@ def _row_batches(source, ignored):
 
 
 def taken_rows(rows, most, most_chars):
-    """The next rows, `most` of them, fewer where they are long texts."""
+    """The next rows, `most` of them, fewer where their texts are long."""
     taken, num_chars = [], 0
     for row in islice(rows, most):
         taken.append(row)
-        num_chars += len(row[0])  # of a text, or the turns of a dialogue
+        num_chars += sum(map(len, texts_in(row)))
         if num_chars > most_chars:
             break
     return taken
+
+
+def texts_in(row):
+    """Yield the texts of a row of an objective: its own, and those of its conversations."""
+    for value in row:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Conversation):
+            yield value.tools
+            for turn in value.turns:
+                yield from (turn.text, turn.thought, *turn.calls)
 
 
 def store_schema(columns, vocab_size):

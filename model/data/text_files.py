@@ -66,7 +66,7 @@ def table_rows(path: Path, on_malformed: OnMalformed, encoding: str = "") -> Ite
         except csv.Error as error:
             raise ValueError(
                 f"{path} line {reader.line_num}: {error}; a cell holds at most {csv.field_size_limit():,} characters: "
-                'look for a quote (") that is never closed'
+                'look for a quote (") that is never closed, or write longer texts as .jsonl or .parquet'
             ) from None
 
 
@@ -124,5 +124,8 @@ def _fit(path: Path, encoding: str, quoting: int) -> tuple[int, int]:
 def _lines(file: TextIO) -> Iterator[str]:
     while line := file.readline(MAX_ITEM_CHARS):
         if len(line) == MAX_ITEM_CHARS:
-            raise ValueError(f"{file.name}: a line is longer than {MAX_ITEM_CHARS:,} characters; is this a text table?")
+            raise ValueError(
+                f"{file.name}: a line is longer than {MAX_ITEM_CHARS:,} characters; is this a text table? Cut a text "
+                "that is so long into several rows"
+            )
         yield line

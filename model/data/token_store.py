@@ -25,9 +25,9 @@ from model.data.tokenizer import ChatTokenizer
 from model.runtime.atomic_io import held_lock, write_file
 from model.runtime.json_stream import read_object
 
-# A store of another format is built again: up to 6, thoughts and tools were left out, up to 5, dialogues were taken
-# apart, up to 4, </s> was parsed.
-FORMAT = 7
+# A store of another format is built again: up to 7, the EOS was not in the key, up to 6, thoughts and tools were left
+# out, up to 5, dialogues were taken apart, up to 4, </s> was parsed.
+FORMAT = 8
 META = {"source", "sha256", "ids_sha256", "ignored", "rows", "rows_of_files", "empty", "tokens", "cut"}
 META |= {"turns_left_out"}
 OLDER = "the tokens of {} in {} are of another version and are made anew: that directory can be deleted"
@@ -52,8 +52,8 @@ class Source:
         """Plain values that differ for stores of different content; raises ValueError if a file is missing."""
         return dict(
             format=FORMAT, files=[_file_key(Path(path)) for path in self.paths],
-            tokenizer=self.tokenizer.fingerprint, max_seq_len=self.max_seq_len, columns=list(self.columns),
-            objective=self.objective.name, encoding=self.objective.encoding,
+            tokenizer=self.tokenizer.fingerprint, eos_id=self.tokenizer.eos_id, max_seq_len=self.max_seq_len,
+            columns=list(self.columns), objective=self.objective.name, encoding=self.objective.encoding,
         )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def train_tokenizer(
     A tokenizer of kind `byte_level` has no `sentinels`.
 
     Reads the texts once, in at most about 4 GiB of memory: it trains on a uniform sample if there are more than
-    MAX_TRAINING_SYMBOLS. Raises ValueError if vocab_size or the amount of text is too small.
+    MAX_TRAINING_SYMBOLS. Raises ValueError if vocab_size is too small or too large, or the text too short.
     """
     if not 0 <= sentinels < MAX_VOCAB_SIZE:
         raise ValueError(f"sentinels is {sentinels}: it must be from 0 on, for example {NUM_SENTINELS}")
@@ -55,6 +55,8 @@ def train_tokenizer(
     first = first(sentinels)
     if vocab_size < (least := len(first) + MIN_LEARNT):
         raise ValueError(f"vocab_size is {vocab_size}: it must be at least {least}, for example 8000")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size is {vocab_size}: it must be at most {MAX_VOCAB_SIZE}, for example 8000")
     backend = learn(_sample_slices(texts, count_symbols), vocab_size, first)
     if backend.get_vocab_size() < least:
         raise ValueError(

@@ -86,7 +86,7 @@ class TurnTemplate:
             elif len(conversation.turns) > 2:
                 ignored[PART, "empty turns"] += 1
         num_system = sum(turn.role == "system" for turn in shown[:1])
-        return [*shown[:num_system], *shown[num_system:][-MAX_TURNS:]]
+        return [*shown[:num_system], *_newest(shown[num_system:])]
 
     def _answer(self, turn, asked, ignored):
         can, (text, thought, calls) = self.frames.can, (turn.text, turn.thought, turn.calls)
@@ -159,6 +159,14 @@ class TurnTemplate:
     def opens_thought(self, thinking: bool | None) -> bool:
         """Whether an answer begins inside a thought, which the template opens itself."""
         return self.frames.can.opens_thought[bool(thinking)]
+
+
+def _newest(turns):
+    """The last MAX_TURNS of the turns, from a question on where older ones are left out: many templates demand it."""
+    if len(turns) <= MAX_TURNS:
+        return turns
+    kept = turns[-MAX_TURNS:]
+    return kept[next((place for place, turn in enumerate(kept) if turn.role == "user"), 0) :]
 
 
 @cache

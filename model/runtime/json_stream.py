@@ -54,6 +54,10 @@ class MalformedJson(ValueError):
     """A value of a JSON text is not valid JSON."""
 
 
+class TooLong(ValueError):
+    """A value of a JSON text has more than MAX_ITEM_CHARS."""
+
+
 def refuse(problem: str) -> None:
     """The OnMalformed that skips nothing: raises ValueError."""
     raise ValueError(problem) from None
@@ -71,7 +75,8 @@ class JsonText:
         """Yield an iterable for each top-level value: the items of an array, lazily, or a tuple of the value itself.
 
         Exhaust each iterable before asking for the next. Malformed JSON raises ValueError; a malformed line that can
-        hold at most one row is passed to on_malformed, and skipped if that returns.
+        hold at most one row, or a value that is too long on a line of its own, is passed to on_malformed, and skipped
+        if that returns.
         """
         while opening := self.peek():
             if opening == "[":
@@ -84,6 +89,11 @@ class JsonText:
                 on_malformed(str(error))
                 if not _is_row(self.take_line(), begins_line):
                     raise
+            except TooLong as error:
+                if not begins_line or "\n" in self.text[self.at :]:
+                    raise
+                on_malformed(str(error))
+                self._drop_line()
             else:
                 yield (value,)
 
@@ -145,12 +155,21 @@ class JsonText:
         self.at += len(line)
         return line
 
+    def _drop_line(self) -> None:
+        """Move to the end of this line without holding it."""
+        while (end := self.text.find("\n", self.at)) < 0:
+            self.at = len(self.text)
+            if not self._read_on():
+                return
+        self.at = end
+
     def _read_on(self) -> bool:
         rest = self.text[self.at :]
         if len(rest) >= MAX_ITEM_CHARS:
-            raise ValueError(
+            raise TooLong(
                 f"{self.file.name} line {self.line():,} (character {self.chars_before + self.at:,}): an item has more "
-                f"than {MAX_ITEM_CHARS:,} characters; write one JSON object per line"
+                f"than {MAX_ITEM_CHARS:,} characters; write one JSON object per line, and a text that is longer in "
+                "several of them"
             )
         more = self.file.read(min(max(CHUNK_CHARS, len(rest)), MAX_ITEM_CHARS - len(rest)))
         if more:

@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+from model.data.file_list import names_of
 from model.display.catalogue import Texts
 from model.display.curves import curves_of
 from model.display.figures import epochs_of
@@ -12,7 +13,7 @@ from model.display.view import device_cells, event_lines, log_line, rows_of, sta
 from model.display.watch import Follower
 
 JOURNAL = "metrics.jsonl"
-MAX_RUNS, MAX_EVENTS = 100, 20  # that are shown
+MAX_RUNS, MAX_EVENTS = 100, 20  # that are listed and shown
 MAX_FOLLOWED = 16  # runs whose figures are kept between two looks
 REST = 20  # times as long as a journal took to read it is not read again, so that answers keep their pace
 NO_CURVES = dict(train=[], eval=[], samples=[], log=[], best=None, step=0, total_steps=None, is_finished=False)
@@ -27,19 +28,20 @@ class RunPanel:
 
     def names(self) -> list[str]:
         """The runs, that with the newest journal line first; one alone if the folder is a run directory."""
-        found = sorted(self._folder.glob(f"*/{JOURNAL}"), key=_changed, reverse=True)[:MAX_RUNS]
+        found = sorted(self._folder.glob(f"*/{JOURNAL}"), key=_changed, reverse=True)
         is_run = (self._folder / JOURNAL).is_file() or not found
         return [self._folder.resolve().name] if is_run else [journal.parent.name for journal in found]
 
     def look(self, name: str, language: str) -> dict:
-        """The run `name`, the newest if "", as the page shows it, with the names of all.
+        """The run `name`, the newest if "", as the page shows it, with its name and those of the newest ones.
 
         Raises ValueError for a name of no run, and for a journal that no run writes.
         """
         names = self.names()
         name = name or names[0]
         if name not in names:
-            raise ValueError(f"run={name!r:.80}: the runs here are {', '.join(names)}")
+            raise ValueError(f"run={name!r:.80}: the runs here are {names_of(names)}")
+        listed = names[:MAX_RUNS] if name in names[:MAX_RUNS] else [*names[:MAX_RUNS], name]
         is_run = not (self._folder / name / JOURNAL).is_file()
         run_dir = self._folder if is_run else self._folder / name
         try:
@@ -47,7 +49,7 @@ class RunPanel:
                 view, curves = self._follower(run_dir).look(), self._curves_of(run_dir)
                 printed = [log_line(line) for line in view.log]  # while a screen covers its terminal
                 log = dict(log=printed or curves["log"])
-                return dict(runs=names, run=name) | told(view, Texts(language)) | curves | log
+                return dict(runs=listed, run=name) | told(view, Texts(language)) | curves | log
         except (KeyError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{run_dir / JOURNAL} has a line that no run writes ({error!r})") from None
 

@@ -15,10 +15,11 @@ from model.commands import length_sample
 from model.commands.option_values import load_config
 from model.commands.plan_report import plan_text, preview, table
 from model.commands.recipe import plan_options
-from model.data.conversation import Turn
+from model.data.conversation import Conversation, Turn
 from model.data.length_histogram import histogram
 from model.data.packing import cut
 from model.data.store_writer import column_lengths
+from model.data.t5_text import Context
 from model.data.token_store import Source, find_store
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.memory.plan import NothingFits, choose_plan, predicted_peaks
@@ -27,7 +28,7 @@ from model.nn.t5.family import T5
 from model.nn.t5.sizes import T5ModelConfig
 from model.run.run_dir import TOKENIZER_DIR, TOKENS_DIR
 from model.train.objectives.pairs import Pairs
-from tests.parts import make_estimate, open_pairs
+from tests.parts import make_estimate, open_pairs, write_parquet
 from tests.tiny import furnish, write_pairs
 
 GIB = 2**30
@@ -278,6 +279,18 @@ def test_the_pairs_of_a_long_file_are_estimated_from_its_texts_in_pairs_and_in_d
     path = tmp_path / "long.jsonl"
     path.write_text("x" * 4_000_000)
     pairs = [("问" * 10, "答" * 10, None)] * length_sample.SAMPLED_ROWS
-    turns = [([Turn("user", "问" * 10), Turn("assistant", "答" * 10)],)] * length_sample.SAMPLED_ROWS
+    turns = [(Conversation([Turn("user", "问" * 10), Turn("assistant", "答" * 10)]),)] * length_sample.SAMPLED_ROWS
     estimates = [length_sample._estimated_pairs(path, rows) for rows in (pairs, turns)]
     assert 60_000 < estimates[0] == estimates[1] < 70_000
+
+
+def test_a_plan_for_thousands_of_files_reads_few_rows_of_each():
+    assert [length_sample.rows_of_each(count) for count in (1, 20, 100)] == [20_000, 1000, 1000]
+    assert all(count * length_sample.rows_of_each(count) <= 100_000 for count in (101, 1000, 5000))
+    assert length_sample.rows_of_each(20_000) == 20
+
+
+def test_a_parquet_whose_dialogues_all_begin_with_what_is_not_learnt_is_estimated(tmp_path):
+    path = write_parquet(tmp_path / "long.parquet", [("问", "答")] * 9)
+    turns = [Turn("user", "问"), Turn("assistant", "答"), Turn("user", "问")]
+    assert length_sample._estimated_pairs(path, [("问", "答", Context(turns, 2))]) == 9

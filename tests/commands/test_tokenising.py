@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from model.commands.objective import OBJECTIVES, objectives_for
 from model.commands.option_values import load_config
 from model.commands.tokenising import write_beside
 from model.data.store_writer import ROWS_PER_BATCH
-from model.data.token_store import Source, open_store
+from model.data.token_store import Source, find_store, open_store
 from model.runtime.module_process import ROOT
 from model.train.objectives.pairs import Pairs
 from tests.parts import make_pairs, open_pairs, write_parquet
@@ -37,25 +38,33 @@ def children():
     return [child for child in psutil.Process().children() if "model.commands.tokenising" in child.cmdline()]
 
 
+def bytes_of(store):
+    return {path.name: path.read_bytes() for path in store.directory.iterdir()}
+
+
 def test_another_process_writes_the_same_store(source, tokenizer, tmp_path):
     told, stores = [], []
     for name in ("here", "there"):
         options = dict(progress=told.append, write=write_beside) if name == "there" else {}
         stores.append(open_pairs(source, tokenizer, 24, tmp_path / name, **options))
-    here, there = ({path.name: path.read_bytes() for path in store.directory.iterdir()} for store in stores)
-    assert here == there
+    assert bytes_of(stores[0]) == bytes_of(stores[1])
     assert told == [*range(ROWS_PER_BATCH, len(stores[0]), ROWS_PER_BATCH), len(stores[0])]
     assert not children()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_large_file_of_every_objective_is_tokenised(name, tokenizer, tmp_path):
+def test_a_large_file_of_every_objective_has_the_bytes_of_a_small_one(name, tokenizer, tmp_path):
+    tokenizer = replace(tokenizer, eos_id=tokenizer.eos_id + 1)  # a chat template may end an answer with another token
     path = tmp_path / "rows.jsonl"
     row = dict(prompt="你好吗", response="很好")
     row = dict(prompt="你好吗", chosen="很好", rejected="不") if name in PREFERENCE_RATES else row
     path.write_text(json.dumps(row if name in (*PREFERENCE_RATES, "pairs") else dict(text="今天天气很好" * 9)) + "\n")
     objective = objectives_for(load_config("pretrain", dict(objective=name)), None, tokenizer)[name]
-    assert len(open_store(Source((path,), objective, tokenizer, 24), tmp_path / "tokens", write=write_beside)) > 0
+    source = Source((path,), objective, tokenizer, 24)
+    small, large = open_store(source, tmp_path / "small"), open_store(source, tmp_path / "large", write=write_beside)
+    assert len(large) > 0 and bytes_of(large) == bytes_of(small)
+    other = replace(source, tokenizer=replace(tokenizer, eos_id=0))
+    assert find_store(other, tmp_path / "large") is None
 
 
 def test_the_other_process_does_not_import_torch():

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 
-from model.data.conversation import Turn
+from model.data.conversation import Conversation, Turn
 from model.data.t5_text import encode_conversation, marks_of
 from model.data.tokenizer import PROBE, load_tokenizer
 from model.data.tokenizer_training import train_tokenizer
@@ -49,6 +49,23 @@ def test_a_template_s_conversation_is_cut_as_if_its_oldest_turns_were_dropped_on
             assert ids == expected, (turns, most)
             num_cut += ids != chat.encode_question(turns, 10**6)
     assert num_cut > 10
+
+
+STRICT = (
+    "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+    "{%- endif %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+@pytest.mark.parametrize("num_turns", [7, 8, 9])
+def test_a_dialogue_of_too_many_turns_is_learnt_from_a_question_on(tmp_path, monkeypatch, num_turns):
+    monkeypatch.setattr("model.data.turn_template.MAX_TURNS", 4)
+    chat = turn_template(make_qwen_tokenizer(tmp_path, STRICT))
+    said = [Turn(("user", "assistant")[place % 2], str(place)) for place in range(num_turns)]
+    newest = said[-4:] if num_turns % 2 == 0 else said[-3:]
+    long, short = chat.encode_dialogues([Conversation(said), Conversation(newest)])
+    assert long == short and long
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from model.data import parquet_rows
 from model.runtime.json_stream import MAX_ITEM_CHARS
-from tests.data.files import read_pairs
+from tests.data.files import read_pairs, refusal
 
 MEASURE = """
 import sys
@@ -69,6 +70,16 @@ BOMBS = {
 }  # fmt: skip
 
 
+def test_a_long_text_that_all_rows_share_is_read_whatever_their_number_if_row_groups_are_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet_rows, "FREE_BYTES", 1 << 20)
+    rows = [(f"{'a list of tools ' * 1200}{number}", "r") for number in range(200)]
+    path, table = tmp_path / "shared.parquet", pa.table(dict(prompt=[p for p, _ in rows], response=["r"] * 200))
+    pq.write_table(table, path, compression="zstd", use_dictionary=False, row_group_size=40)
+    assert 19_000 * 200 > (1 << 20) + 50 * path.stat().st_size and list(read_pairs(path)) == rows
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    assert "in one group of rows (row_group_size=1000 makes" in refusal(path)
+
+
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_small_file_that_expands_without_limit_is_refused_in_little_memory(tmp_path, name):
     path, small = tmp_path / "bomb.parquet", tmp_path / "small.parquet"
@@ -96,7 +107,7 @@ def test_a_text_above_the_limit_costs_only_its_own_row(tmp_path):
     pq.write_table(pa.table({"prompt": texts, "response": ["r"] * 5}), path)
     assert [pair[0] for pair in read_pairs(path, on_malformed=problems.append)] == texts[::2]
     assert [problem.removeprefix(str(path))[:6] for problem in problems] == [" row 2", " row 4"]
-    with pytest.raises(ValueError, match="16,777,217 characters; at most 16,777,216 are read"):
+    with pytest.raises(ValueError, match="16,777,217 characters; at most 16,777,216 are read: cut its text"):
         list(read_pairs(path))
 
 

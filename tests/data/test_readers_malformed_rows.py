@@ -3,6 +3,7 @@
 import pytest
 
 from model.data.readers import NoRows
+from model.runtime import json_stream
 from tests.data.files import read_pairs
 
 ITEM = '{"prompt": "p", "response": "r"}'
@@ -58,6 +59,19 @@ def test_a_malformed_row_is_reported_with_its_place_and_left_out(tmp_path, name,
     with pytest.raises(ValueError) as refused:
         list(read_pairs(path))
     assert str(refused.value) == problem
+
+
+def test_a_line_that_is_too_long_costs_only_its_own_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_stream, "CHUNK_CHARS", 64)
+    monkeypatch.setattr(json_stream, "MAX_ITEM_CHARS", 1000)
+    long = ITEM.replace('"p"', f'"{"p" * 3000}"')
+    path = write(tmp_path / "x.jsonl", f"{long}\n{ITEM}\n{long}\n{ITEM}\n{long}")
+    pairs, problems = pairs_and_problems(path)
+    assert pairs == [("p", "r")] * 2
+    assert [f"line {number} " in problem for number, problem in zip((1, 3, 5), problems, strict=True)] == [True] * 3
+    for text in (f"[{long}]", long.replace("{", "{\n")):
+        with pytest.raises(ValueError, match="an item has more than 1,000 characters"):
+            pairs_and_problems(write(tmp_path / "x.json", text))
 
 
 def test_text_after_a_complete_value_on_the_same_line_is_left_out_too(tmp_path):

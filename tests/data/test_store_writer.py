@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 from model.data import store_writer
+from model.data.conversation import Conversation, Turn
 from tests.parts import examples_of, make_pairs, open_pairs, write_parquet
 
 LONG = "今天天气真好" * 40
@@ -55,6 +56,16 @@ def test_named_columns_are_read(tmp_path, tokenizer):
     pq.write_table(pa.table(dict(prompt=["不"], frage=["你好"], antwort=["好"])), path)
     store = open_pairs(path, tokenizer, 32, tmp_path / "tokens", columns=("frage", "antwort"))
     assert examples_of(store, [0])[0][0] == [*tokenizer.encode("你好"), tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("kind", ["pairs", "dialogues", "tools", "preferences"])
+def test_long_rows_of_every_kind_are_read_few_at_a_time(kind):
+    turns = Turn("user", "问"), Turn("assistant", LONG)
+    rows = dict(pairs=("问", LONG, None), dialogues=(Conversation(turns),), tools=(Conversation(turns[:1], LONG),))
+    row = rows[kind] if kind in rows else rows["dialogues"] * 2
+    rows = iter([row] * 9)
+    assert len(store_writer.taken_rows(rows, 5, 500)) < 5
+    assert len(store_writer.taken_rows(rows, 2, 10**6)) == 2
 
 
 def write_as(path, pairs):

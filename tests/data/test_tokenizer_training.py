@@ -55,8 +55,9 @@ def test_training_refuses_too_few_tokens_or_texts(tmp_path, vocab_size, num_text
 
 
 def test_there_are_as_many_sentinels_as_asked_for_and_no_text_spells_one(tmp_path):
-    with pytest.raises(ValueError, match="vocab_size is 457: it must be at least 550"):
-        train_tokenizer(synthetic_texts(300, num_characters=10), 457, tmp_path, sentinels=250)
+    for size, limit in ((457, "at least 550"), (1_048_577, "at most 1048576")):
+        with pytest.raises(ValueError, match=f"vocab_size is {size}: it must be {limit}"):
+            train_tokenizer(synthetic_texts(300, num_characters=10), size, tmp_path, sentinels=250)
     train_tokenizer(synthetic_texts(300, num_characters=10), 607, tmp_path, sentinels=250)
     tokenizer = load_tokenizer(tmp_path)
     ids = [tokenizer.backend.token_to_id(f"<extra_id_{number}>") for number in (0, 249)]

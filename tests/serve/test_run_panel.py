@@ -1,6 +1,7 @@
 """What the page shows of runs is what their journals say."""
 
 import json
+import os
 
 import pytest
 
@@ -18,6 +19,19 @@ def test_a_folder_is_a_run_or_has_runs_and_no_other_name_is_read(tmp_path):
     (tmp_path / "begun").mkdir()
     begun = RunPanel(tmp_path / "begun").look("", "zh")
     assert begun["run"] == "begun" and begun["state"] == "日志里还没有记录" and not begun["train"]
+
+
+def test_of_many_runs_the_newest_are_listed_and_each_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("model.serve.run_panel.MAX_RUNS", 2)
+    for age, name in enumerate("cba"):
+        write_journal(tmp_path / name, 2)
+        os.utime(tmp_path / name / "metrics.jsonl", (age, age))
+    looks = [RunPanel(tmp_path).look(name, "en") for name in ("", "b", "c")]
+    assert [(look["run"], look["runs"]) for look in looks] == [
+        ("a", ["a", "b"]),
+        ("b", ["a", "b"]),
+        ("c", ["a", "b", "c"]),
+    ]
 
 
 def test_a_look_shows_new_lines_and_a_long_journal_is_read_seldom(tmp_path, monkeypatch):
