@@ -100,7 +100,7 @@ function problemOf(reply, isRunning) {
   if (isRunning) return "";
   if (state === "stopped") return words.stopped;
   if (state === "open") return words.cut;
-  if (state === "failed") return status ? say(words["refused_" + status] || words.refused, { reason }) : words.lost;
+  if (state === "failed") return status ? say(words["refused_" + status] || words.refused, { reason }) : words.broken;
   if (finish === "length") return say(words.length, { tokens });
   if (!saysSomething(reply)) return words.nothing;
   return isSame ? words.same : "";

@@ -54,7 +54,7 @@ function answerBox(round, name, reply, isLast) {
   const box = made("section", { className: "turn assistant" }, made("h2", {}, name), thought, made("div", { className: "body" }),
     made("div", { className: "calls" }), made("p", { className: "problem" }),
     made("footer", {}, made("span", { className: "figures" }), copyIt, again));
-  box.querySelector("h2").hidden = Object.keys(round.answers).length < 2 && isServed;
+  box.querySelector("h2").hidden = served.models.length < 2 && Object.keys(round.answers).length < 2 && isServed;
   boxes.set(reply, box);
   fill(reply);
   return box;
@@ -62,7 +62,7 @@ function answerBox(round, name, reply, isLast) {
 
 /** Put into its box what an answer says by now. */
 function fill(reply) {
-  const box = boxes.get(reply), part = (name) => box.querySelector("." + name), isRunning = running.has(reply);
+  const box = boxes.get(reply), part = (name) => box.querySelector("." + name), isRunning = running.has(reply) || reply.state === "open" && elsewhere.has(current.id);
   const problem = problemOf(reply, isRunning), { tokens, seconds } = reply;
   part("thought").hidden = !reply.reasoning_content;
   part("thought").lastChild.textContent = reply.reasoning_content ?? "";
@@ -89,10 +89,20 @@ function refresh(reply) {
 }
 
 function showNew() {
-  const talk = byId("talk"), isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80;
-  for (const reply of toShow) if (boxes.get(reply)?.isConnected) fill(reply);
+  keepingEnd(() => { for (const reply of toShow) if (boxes.get(reply)?.isConnected) fill(reply); });
   toShow.clear();
-  if (isAtEnd) talk.scrollTop = talk.scrollHeight;
+}
+
+/** Show the conversation as it is by now, but not while a question in it is being edited. */
+function showAgain() {
+  if (!byId("talk").querySelector(".edit")) keepingEnd(show);
+}
+
+/** Change what is shown; who reads the end goes on to the new one, who reads elsewhere stays there. */
+function keepingEnd(change) {
+  const talk = byId("talk"), place = talk.scrollTop, isAtEnd = talk.scrollHeight - place - talk.clientHeight < 80;
+  change();
+  talk.scrollTop = isAtEnd ? talk.scrollHeight : place;
 }
 
 function showEnd(reply) {
@@ -111,12 +121,13 @@ function ask(question) {
 /** Let the question of a round be written anew; when it is sent, what was said from there on goes. */
 function edit(round, asked) {
   if (isAnswering(current)) return;
+  const place = current.rounds.indexOf(round);
   const input = made("textarea", { value: round.question, rows: 1, ariaLabel: words.edit });
   const cancel = made("button", { type: "button", onclick: show }, words.cancel);
   const form = made("form", { className: "edit" }, input, cancel, made("button", { className: "main" }, words.send));
   const send = () => {
     if (!input.value.trim()) return;
-    current.rounds.splice(current.rounds.indexOf(round));
+    current.rounds.splice(place);
     ask(input.value.trim());
   };
   form.onsubmit = (event) => { event.preventDefault(); send(); };

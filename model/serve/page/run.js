@@ -62,7 +62,7 @@ function tableRow(cells, place) {
 
 function sampleBox({ question, answer: said, reference }) {
   return made("div", { className: "sample" }, made("p", { className: "asked" }, question), made("p", {}, said),
-    made("p", { className: "reference" }, `${words.reference}: ${reference}`));
+    made("p", { className: "reference" }, say(words.reference, { reference })));
 }
 
 function showLines(id, lines) {
