@@ -66,7 +66,8 @@ function fill(reply) {
   const problem = problemOf(reply, isRunning), { tokens, seconds } = reply;
   part("thought").hidden = !reply.reasoning_content;
   part("thought").lastChild.textContent = reply.reasoning_content ?? "";
-  update(part("body"), markdown(reply.content));
+  const said = isRunning && before.get(reply)?.startsWith(reply.content) ? before.get(reply) : reply.content;
+  update(part("body"), markdown(said));
   update(part("calls"), (reply.tool_calls ?? []).map((call) => made("code", {}, say(words.call, call.function))));
   part("problem").hidden = !problem;
   part("problem").replaceChildren(problem, ...(reply.status === 401 && problem ? [keyButton()] : []));
