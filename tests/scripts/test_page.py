@@ -124,12 +124,20 @@ def test_conversations_are_listed_renamed_deleted_and_survive_a_refresh(page):
     page.click("#list li:last-child .rename")
     page.type("<b>greeting</b>\ue007", at="#list input")
     page.expect("#list .title", ["请说一个字", "<b>greeting</b>"])
+    assert page.run("return document.activeElement.textContent") == "<b>greeting</b>", "the keyboard goes on there"
     page.reload()
     page.expect("#list .title", ["请说一个字", "<b>greeting</b>"])
     page.click("#list li:last-child .title")
     page.click("#list li:last-child .remove")
     page.expect("#list .title", ["请说一个字"])
     page.click("#notice button")  # it takes that back
+    page.expect("#list .title", ["<b>greeting</b>", "请说一个字"])
+    page.type("\ue007", at="#list li:last-child .remove")
+    page.expect("#list .title", ["<b>greeting</b>"])
+    page.type("\ue007", at=":focus")  # by keyboard too, as soon as it is deleted
+    page.expect("#list .title", ["请说一个字", "<b>greeting</b>"])
+    page.click("#list li:last-child .title")
+    page.ask("hello")
     page.expect("#list .title", ["<b>greeting</b>", "请说一个字"])
     page.click("#list li:first-child .remove")
     page.reload()

@@ -72,6 +72,7 @@ function removeTalk(talk) {
   if (talk === current) openTalk(newest() ?? newTalk());
   showList();
   tell(say(words.deleted, { title: titleOf(talk) }), words.undo, () => { keepTalk(talk); openTalk(talk); });
+  if (document.activeElement === document.body) byId("notice").querySelector("button").focus(); // its entry had the focus
 }
 
 function newest() {
@@ -111,11 +112,13 @@ function askTitle(talk, item) {
     isOver = true;
     if (isKept) talk.title = input.value.trim();
     if (isKept) saveTalk(talk);
+    const hadFocus = document.activeElement === input;
     item.replaceChildren(...parts);
     showList();
+    if (hadFocus) item.open.focus();
   };
   input.onkeydown = (event) => {
-    if (event.key === "Enter" && !event.isComposing) end(true);
+    if (event.key === "Enter" && !event.isComposing) { event.preventDefault(); end(true); } // it would press the title
     if (event.key === "Escape") end(false);
     event.stopPropagation();
   };
