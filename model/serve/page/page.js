@@ -96,14 +96,15 @@ function showNew() {
 
 /** Show the conversation as it is by now, but not while a question in it is being edited. */
 function showAgain() {
-  if (!byId("talk").querySelector(".edit")) keepingEnd(show);
+  const talk = byId("talk"), place = talk.scrollTop;
+  if (!talk.querySelector(".edit")) keepingEnd(() => { show(); talk.scrollTop = place; });
 }
 
-/** Change what is shown; who reads the end goes on to the new one, who reads elsewhere stays there. */
+/** Change what is shown; who reads the end goes on to the new one. */
 function keepingEnd(change) {
-  const talk = byId("talk"), place = talk.scrollTop, isAtEnd = talk.scrollHeight - place - talk.clientHeight < 80;
+  const talk = byId("talk"), isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80;
   change();
-  talk.scrollTop = isAtEnd ? talk.scrollHeight : place;
+  if (isAtEnd) talk.scrollTop = talk.scrollHeight;
 }
 
 function showEnd(reply) {

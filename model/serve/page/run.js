@@ -118,6 +118,7 @@ function setUpRun() {
   byId("run").hidden = byId("openRun").hidden = !served.hasRuns;
   if (!served.hasRuns) return;
   byId("runs").addEventListener("input", () => { chosenRun = byId("runs").value; followRun(); });
+  byId("settings").addEventListener("close", followRun); // the key may have been typed
   addEventListener("visibilitychange", () => { if (!document.hidden) followRun(); });
   new ResizeObserver(drawCurves).observe(byId("loss")); // also when the panel opens
   followRun();
