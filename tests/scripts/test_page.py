@@ -106,6 +106,11 @@ def test_an_answer_streams_is_stopped_and_answered_again(page, served):
     page.click(".round:last-child .again")
     wait_until(lambda: page.texts(".problem")[-1].startswith("Cut at 3 tokens"))
     assert len(page.texts(".body")) == 2
+    page.run("document.querySelector('.round').isFirst = true")
+    page.ask("hello")
+    wait_until(lambda: [text[:7] for text in page.texts(".problem")[1:]] == ["Cut at "] * 2)
+    assert page.run("return document.querySelector('.round').isFirst"), "what was said long before is not drawn again"
+    assert page.run("return [...document.querySelectorAll('.again')].map(e => e.hidden)") == [True, True, False]
 
 
 def test_conversations_are_listed_renamed_deleted_and_survive_a_refresh(page):

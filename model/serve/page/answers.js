@@ -26,7 +26,7 @@ function stopAnswers(talk) {
 function askModels(talk, round, names) {
   for (const name of names) answer(talk, round, name, newSeed(), round.answers[name]);
   keepTalk(talk);
-  if (talk === current) show();
+  if (talk === current) show(Math.max(0, talk.rounds.indexOf(round) - 1)); // the one before is no longer the last
 }
 
 function newSeed() {

@@ -21,9 +21,13 @@ function chosenModels() {
   return chosen ? [chosen] : served.models.map((model) => model.id);
 }
 
-function show() {
+/** Show the conversation; of one that is shown already only the rounds from a place on, as others may be hundreds. */
+function show(from = 0) {
+  const talk = byId("talk"), first = talk.querySelector(".edit") ? 0 : from; // behind an edited one others may be out of date
   const note = made("p", { className: "note" }, words.empty, served.models.every((model) => model.single_turn) ? " " + words.single : "");
-  byId("talk").replaceChildren(...(current.rounds.length ? current.rounds.map(roundBox) : [note]));
+  const added = current.rounds.slice(first).map((round, place) => roundBox(round, first + place));
+  [...talk.children].slice(first).forEach((shown) => shown.remove());
+  talk.append(...(current.rounds.length ? added : [note]));
   document.title = `${titleOf(current)} – ${served.models.map((model) => model.id).join(", ")}`;
   showButtons();
 }
@@ -125,7 +129,7 @@ function edit(round, asked) {
   if (isAnswering(current)) return;
   const place = current.rounds.indexOf(round);
   const input = made("textarea", { value: round.question, rows: 1, ariaLabel: words.edit });
-  const cancel = made("button", { type: "button", onclick: show }, words.cancel);
+  const cancel = made("button", { type: "button", onclick: () => show() }, words.cancel);
   const form = made("form", { className: "edit" }, input, cancel, made("button", { className: "main" }, words.send));
   const send = () => {
     if (!input.value.trim()) return;
