@@ -268,6 +268,7 @@ def test_settings_show_what_is_in_force_and_take_only_what_the_server_takes(page
     shown = [page.find(f"#option_{name}").get_attribute("placeholder") for name in ("max_tokens", "top_p", "seed")]
     assert shown == ["200", "1", "random"]
     assert page.find("#option_earlier").get_attribute("value") == "0", "the models know single questions"
+    assert "single questions" in page.texts("label:has(#option_earlier) small")[0]
     page.set(temperature=1000, max_tokens=5000)
     assert page.texts("label.wrong small") == ["not used: must be from 0 to 100", "not used: must be from 1 to 4,000"]
     page.set(temperature=0.5, max_tokens=9, system="be brief", seed=7)
