@@ -324,6 +324,10 @@ def test_a_phone_that_speaks_chinese_gets_a_chinese_page_that_fits(page):
         page.type(ESCAPE)
         page.wait_for("#figures", 0)
         page.click("#openTalks")
+        page.click("#list .remove")
+        page.click("#notice button")  # beside the list, which is over all else
+        page.expect(".body", [PAIRS["hello"], OTHER["hello"]])
+        page.click("#openTalks")
         page.click("#list .title")
         page.wait_for("nav", 0)
         assert page.run("return document.documentElement.scrollWidth") <= 390

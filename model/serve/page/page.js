@@ -237,6 +237,7 @@ function setUp() {
   select.append(new Option(words.model_all, ""), ...models.map((name) => new Option(name, name)));
   select.hidden = models.length < 2;
   byId("question").placeholder = isTouch ? words.ask_phone : words.ask;
+  if (isTouch) byId("stop").textContent = words.stop_phone;
   byId("ask").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
   byId("question").addEventListener("input", keepDraft);
   byId("question").addEventListener("keydown", (event) => {
