@@ -64,6 +64,20 @@ def test_a_directory_that_no_run_is_known_of_is_tested_and_a_decoder_beside_a_t5
     assert alone.codes == [0] and "test one/best: loss" in alone.text and "  right answer  " in alone.text
 
 
+def test_models_and_a_directory_alone_are_asked_questions_with_choices(home):
+    for name in ("law", "logic"):
+        rows = "".join(f'"问{place}, {name}",甲,乙,丙,丁,{"ABCD"[place % 4]}\n' for place in range(5))
+        (home / f"{name}_test.csv").write_text(rows, encoding="utf-8")
+    alone = command(home, "test", "decoder", "--choices_file=law_test.csv")
+    assert alone.codes == [0] and (share := re.search("test law: ([0-9.]+ %) of 5 questions", alone.text)), alone.text
+    done = command(home, "test", "decoder", "one", "--choices_file=.")
+    assert done.codes == [0], done.text
+    rows = [re.split("  +", line) for line in done.text.splitlines() if re.match("law|logic|  +decoder", line)]
+    assert [row[0] for row in rows] == ["", "law", "logic"] and rows[0][1:] == ["decoder", "one"]
+    assert rows[1][1] == share[1] and all(len(row) == 3 for row in rows)
+    assert all(f"test {name}: accuracy " in done.text for name in ("decoder", "one/best"))
+
+
 def test_a_model_of_preferences_is_asked_pairs_beside_others_whatever_its_best_was_chosen_by(home):
     shutil.copytree(home / "one", home / "preferring")
     path = home / "preferring" / "config.json"
@@ -83,6 +97,7 @@ def test_a_model_of_preferences_is_asked_pairs_beside_others_whatever_its_best_w
         (["one", "other"], ["one other are compared on one file: type --test_file=FILE"]),
         (["one", "--output_dir=other", *ANSWERED], ["to compare its model too, type test one other"]),
         (["one", "other", "--show=some", *ANSWERED], ["--show=some: this option takes a whole number"]),
+        (["one", "--choices_file=.", "--show=2"], ["--show=2: of questions with choices", "leave it out"]),
         (["one", "other", "--epoch=3", *ANSWERED], ["unknown option --epoch"]),
     ],
 )

@@ -10,7 +10,7 @@ from model.commands.scored_choices import score_choices
 from model.commands.setup import prepare_test
 from model.commands.summary import data_text
 from model.display.catalogue import texts_here
-from model.display.choice_table import choice_lines
+from model.display.choice_table import subject_lines, subject_table, sum_lines
 from model.display.model_table import answer_lines, comparison_lines
 from model.formats.adapters import weights_directory
 from model.formats.carried import GENERATION_FILE, carried_values, record_of
@@ -24,11 +24,10 @@ ALIKE = ("bleu_pairs", "max_new_tokens", "no_repeat_ngram_size")  # of all model
 
 def test_models(ranks, request, models, shown):
     """Test the `models`, names of directories, beside each other; without them that of a CommandLine's run."""
-    if models:
+    if request.config.choices_file:
+        ask_choices(ranks, request, models)
+    elif models:
         compare(ranks, models, request.given, shown)
-    elif request.config.choices_file:
-        for line in choice_lines(*score_choices(ranks, request.config)):
-            say(ranks, line)
     else:
         test_run(ranks, request, shown)
 
@@ -41,6 +40,30 @@ def test_run(ranks, request, shown):
         figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
         say(ranks, texts_here()("test.figures", model=name, figures=figures))
         _print(ranks, answer_lines({name: answers}, shown, texts_here()) if shown else [])
+
+
+def ask_choices(ranks, request, models):
+    """Say how many questions with choices each of the `models` answers, without them the model of a CommandLine's run.
+
+    Of several models a table of the subjects is printed. Says nothing if a stop was asked.
+    """
+    scores, lines = {}, []
+    for name in models or [""]:
+        config, directory = request.config, None
+        if name:
+            values, directory = from_main(ranks, options_of, name, request.given)
+            config = TrainConfig(**values)
+        tested, scores[name], shortened = score_choices(ranks, config, directory)
+        if not scores[name]:
+            return
+        lines += sum_lines(tested, scores[name], shortened)
+        release_memory()
+    if len(scores) > 1:
+        _print(ranks, subject_table(scores))
+    else:
+        lines = subject_lines(*scores.values()) + lines
+    for line in lines:
+        say(ranks, line)
 
 
 def compare(ranks, models, options, shown):

@@ -10,14 +10,14 @@ from model.train.choices import likeliest_choices
 ANSWER_TOKENS = 8  # places of the network that are kept for a letter
 
 
-def score_choices(ranks, config):
+def score_choices(ranks, config, directory=None):
     """(what was asked, list of SubjectScore, notes on questions that were shortened); no scores if a stop was asked.
 
-    A question's answer is the letter that the model finds likeliest behind it. Raises ValueError for files that hold
-    no such questions.
+    The model is that in `directory`, else that of the run. A question's answer is the letter that the model finds
+    likeliest behind it. Raises ValueError for files that hold no such questions.
     """
     subjects = read_subjects(config.choices_file, config.num_shots)
-    recipe, tokenizer, model = load_tested(ranks, config)
+    recipe, tokenizer, model = load_tested(ranks, config, directory)
     most = min((model.config.max_tokens or MAX_PROMPT_TOKENS) - ANSWER_TOKENS, MAX_PROMPT_TOKENS)
     reader = QuestionReader(tokenizer, recipe.family.reads_one_stream, most, recipe.config.prompt_prefix)
     asked = encode_choices(subjects, config.num_shots, reader)

@@ -230,9 +230,9 @@ def options_of_test(config, tested):
     return replace(own, finetune_from_ckp_file=tested, **steps, **planned, **held)
 
 
-def load_tested(ranks, config):
-    """(Recipe, tokenizer, network) of a test without a file of pairs."""
-    config = options_of_test(config, from_main(ranks, check_tested, config))
+def load_tested(ranks, config, directory=None):
+    """(Recipe, tokenizer, network) of a test without a file of pairs, of the model in `directory` or of the run."""
+    config = options_of_test(config, directory or from_main(ranks, check_tested, config))
     origin = find_origin(ranks, config, ())
     recipe = resolve(config, (), machine_of(ranks), origin)
     set_memory_limit(ranks.device, config.gpu_memory_limit_gb)

@@ -119,7 +119,8 @@ def _read_stored(run_dir):
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if "architectures" in stored:
             raise ValueError(
-                f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it"
+                f"--output_dir={run_dir} is an exported model: give the run's directory, which holds it, "
+                f"or type test {run_dir} to test it"
             ) from None
         raise ValueError(f"{path} cannot be read ({error}): delete it and type the run's options again") from None
     if str(given.pop("share_update", False)) == "True":  # the name of share_state for Muon, which stored runs have

@@ -22,6 +22,8 @@ def shown_answers(options):
     number = as_type(SHOW, options.get(SHOW, 0), {SHOW: int})
     if number < 0:
         raise ValueError(f"--{SHOW}={number}: must be 0, which prints none, or above")
+    if number and options.get("choices_file"):
+        raise ValueError(f"--{SHOW}={number}: of questions with choices no answer is printed: leave it out")
     return number, {name: value for name, value in options.items() if name != SHOW}
 
 
@@ -30,7 +32,5 @@ def check_comparison(models, options):
     if "output_dir" in options:
         named = " ".join([*models, options["output_dir"]])
         raise ValueError(f"--output_dir={options['output_dir']}: to compare its model too, type test {named}")
-    if "choices_file" in options:
-        raise ValueError(f"--choices_file={options['choices_file']}: it asks one model: type --output_dir={models[0]}")
-    if len(models) > 1 and not options.get("test_file"):
+    if len(models) > 1 and not (options.get("test_file") or options.get("choices_file")):
         raise ValueError(f"{' '.join(models)} are compared on one file: type --test_file=FILE")

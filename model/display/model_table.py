@@ -13,6 +13,11 @@ def comparison_lines(scores: dict[str, dict], text: Texts) -> list[str]:
     names = [name for name in FORMATS if any(name in figures for figures in scores.values())]
     rows = [["", *map(printable, scores)]]
     rows += [[_name_of(name, text), *(told(figures, name) or "-" for figures in scores.values())] for name in names]
+    return table_lines(rows)
+
+
+def table_lines(rows: list[list[str]]) -> list[str]:
+    """`rows` as lines of columns, all but the first of them right-aligned."""
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(_cells(row, widths)).rstrip() for row in rows]
 

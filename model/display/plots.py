@@ -232,7 +232,7 @@ def _finish(panels):
 
 def _save(figure, path, title=""):
     if title:
-        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        figure.axes[0].set_title(title, fontsize=10, loc="left")  # below the legend, which is above all panels
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=100, format=path.suffix.lstrip(".") or "png")
     write_file(path, drawn.getvalue())

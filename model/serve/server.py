@@ -74,7 +74,8 @@ def make_app(site):
         Route("/run.json", guarded(site, look_at_run)),
     ]
     only_hosts = [Middleware(TrustedHostMiddleware, allowed_hosts=list(site.hosts))]
-    return Starlette(routes=routes, middleware=only_hosts, lifespan=partial(running, site))
+    absent = dict.fromkeys((404, 405), not_served)
+    return Starlette(routes=routes, middleware=only_hosts, exception_handlers=absent, lifespan=partial(running, site))
 
 
 @contextlib.asynccontextmanager
@@ -115,6 +116,13 @@ def check_key(site, request):
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if site.api_key and not hmac.compare_digest(given.encode("latin-1"), site.api_key.encode()):
         raise Refused(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "authentication_error")
+
+
+async def not_served(request, error):
+    """A JSON error for an address that is not served, or not by this method."""
+    served = "POST /v1/chat/completions, POST /v1/completions and GET /v1/models"
+    words = f"{request.method} {request.url.path:.80} is not served: ask {served}"
+    return JSONResponse(error_body(words, "not_found_error"), error.status_code, error.headers)
 
 
 async def health(site, request):

@@ -196,7 +196,7 @@ def test_a_resumed_run_keeps_its_global_batch_until_another_is_typed(tmp_path):
 
 def test_an_exported_model_is_not_read_as_a_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(architectures=["T5ForConditionalGeneration"])))
-    with pytest.raises(ValueError, match="is an exported model: give the run's directory, which holds it"):
+    with pytest.raises(ValueError, match=f"give the run's directory, .*, or type test {tmp_path}"):
         read_request((), dict(output_dir=str(tmp_path)), KEEP_TRAINING["test"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from model.display.answers import preference_rows
 from model.display.catalogue import Texts
@@ -17,6 +18,7 @@ from model.display.plots import (
     _draw_run,
     _loss_figure,
     _preference_figure,
+    _save,
     draw_answers,
     draw_lengths,
     draw_losses,
@@ -72,6 +74,13 @@ def test_answers_are_drawn_by_step_where_there_are_any(records):
         [(1, 0.5), (3, 0.5)],
         [(1, 1.0), (3, 1.0)],
     ]
+
+
+def test_the_name_of_a_run_stands_clear_of_the_legend_however_long_it_is(tmp_path, records):
+    figure, name = _loss_figure(records), "sft_of_the_second_week " * 3
+    _save(figure, tmp_path / "loss.png", name)
+    title = figure.findobj(lambda part: isinstance(part, Text) and part.get_text() == name)[0]
+    assert not title.get_window_extent().overlaps(figure.legends[0].get_window_extent())
 
 
 def test_runs_are_compared_by_pairs_and_by_hours_without_the_pauses(records):

@@ -77,7 +77,7 @@ def test_the_page_says_figures_and_errors_in_chinese():
       ...{json.dumps(failed + others)}.map((reply) => problemOf(reply, false))]))"""
     done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
     figures, lost, *errors = json.loads(done.stdout)
-    assert figures == "每秒 700 个词元（2.0 秒 1,453 个）" and "scripts/serve.py 是否还在运行" in lost
+    assert figures == "每秒 700 个词元（2.0 秒 1,453 个）" and "恢复后再问一次" in lost
     assert errors[:5] == [
         "请求被拒绝：top_p=2", "API 密钥缺失或不对：请在设置里填写。", "服务器正忙，请稍后再问。",
         "服务器暂时无法回答：top_p=2", "请求被拒绝：top_p=2",

@@ -124,6 +124,8 @@ def test_what_cannot_be_served_is_refused_as_openai_s_client_expects(server):
         client.chat.completions.create(model="known", messages=messages("hello"), temperature=-1)
     with pytest.raises(openai.BadRequestError, match="1,000,000 characters"):
         client.chat.completions.create(model="known", messages=messages("字" * 1_000_000))
+    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings is not served: ask POST /v1/chat/completions"):
+        client.embeddings.create(model="known", input="hello")
 
 
 def test_sixteen_streams_at_once_are_answered_and_equal_seeds_give_equal_answers(server):

@@ -4,6 +4,7 @@
 const LOOK_MILLISECONDS = 2000; // between two looks whether the server is there again
 const LEAVE_MILLISECONDS = 500; // in which a page that is left is gone: it loses its connections first
 const running = new Map(); // answer to { talk, stop }
+const before = new WeakMap(); // answer that is gone on with to what it said before the refresh
 let isWatching = false;
 
 class Refusal extends Error {
@@ -25,7 +26,7 @@ function stopAnswers(talk) {
 function askModels(talk, round, names) {
   for (const name of names) answer(talk, round, name, newSeed(), round.answers[name]);
   keepTalk(talk);
-  if (talk === current) show();
+  if (talk === current) show(Math.max(0, talk.rounds.indexOf(round) - 1)); // the one before is no longer the last
 }
 
 function newSeed() {
@@ -37,6 +38,7 @@ async function answer(talk, round, name, seed, earlier) {
   const reply = { content: "", state: "open", seed };
   round.answers[name] = reply;
   running.set(reply, { talk, stop });
+  if (earlier?.state === "open" && earlier.seed === seed) before.set(reply, earlier.content);
   noteRunning();
   try {
     const usage = await receive(requestOf(talk, round, name, seed), reply, stop.signal, () => { saveSoon(talk); refresh(reply); });
@@ -47,7 +49,7 @@ async function answer(talk, round, name, seed, earlier) {
     if (isLost) await new Promise((resolve) => setTimeout(resolve, LEAVE_MILLISECONDS));
     reply.state = error.name === "AbortError" ? "stopped" : "failed";
     if (reply.state === "failed") Object.assign(reply, { status: error.status ?? 0, reason: error.message });
-    if (!reply.content) reply.content = earlier?.content ?? ""; // what was there stays
+    if (!reply.content || before.get(reply)?.startsWith(reply.content)) reply.content = earlier?.content ?? ""; // it stays
     if (reply.status === 0) watchServer();
   }
   running.delete(reply);
@@ -100,7 +102,7 @@ function problemOf(reply, isRunning) {
   if (isRunning) return "";
   if (state === "stopped") return words.stopped;
   if (state === "open") return words.cut;
-  if (state === "failed") return status ? say(words["refused_" + status] || words.refused, { reason }) : words.lost;
+  if (state === "failed") return status ? say(words["refused_" + status] || words.refused, { reason }) : words.broken;
   if (finish === "length") return say(words.length, { tokens });
   if (!saysSomething(reply)) return words.nothing;
   return isSame ? words.same : "";

@@ -21,9 +21,13 @@ function chosenModels() {
   return chosen ? [chosen] : served.models.map((model) => model.id);
 }
 
-function show() {
+/** Show the conversation; of one that is shown already only the rounds from a place on, as others may be hundreds. */
+function show(from = 0) {
+  const talk = byId("talk"), first = talk.querySelector(".edit") ? 0 : from; // behind an edited one others may be out of date
   const note = made("p", { className: "note" }, words.empty, served.models.every((model) => model.single_turn) ? " " + words.single : "");
-  byId("talk").replaceChildren(...(current.rounds.length ? current.rounds.map(roundBox) : [note]));
+  const added = current.rounds.slice(first).map((round, place) => roundBox(round, first + place));
+  [...talk.children].slice(first).forEach((shown) => shown.remove());
+  talk.append(...(current.rounds.length ? added : [note]));
   document.title = `${titleOf(current)} – ${served.models.map((model) => model.id).join(", ")}`;
   showButtons();
 }
@@ -54,7 +58,7 @@ function answerBox(round, name, reply, isLast) {
   const box = made("section", { className: "turn assistant" }, made("h2", {}, name), thought, made("div", { className: "body" }),
     made("div", { className: "calls" }), made("p", { className: "problem" }),
     made("footer", {}, made("span", { className: "figures" }), copyIt, again));
-  box.querySelector("h2").hidden = Object.keys(round.answers).length < 2 && isServed;
+  box.querySelector("h2").hidden = served.models.length < 2 && Object.keys(round.answers).length < 2 && isServed;
   boxes.set(reply, box);
   fill(reply);
   return box;
@@ -62,11 +66,12 @@ function answerBox(round, name, reply, isLast) {
 
 /** Put into its box what an answer says by now. */
 function fill(reply) {
-  const box = boxes.get(reply), part = (name) => box.querySelector("." + name), isRunning = running.has(reply);
+  const box = boxes.get(reply), part = (name) => box.querySelector("." + name), isRunning = running.has(reply) || reply.state === "open" && elsewhere.has(current.id);
   const problem = problemOf(reply, isRunning), { tokens, seconds } = reply;
   part("thought").hidden = !reply.reasoning_content;
   part("thought").lastChild.textContent = reply.reasoning_content ?? "";
-  update(part("body"), markdown(reply.content));
+  const said = isRunning && before.get(reply)?.startsWith(reply.content) ? before.get(reply) : reply.content;
+  update(part("body"), markdown(said));
   update(part("calls"), (reply.tool_calls ?? []).map((call) => made("code", {}, say(words.call, call.function))));
   part("problem").hidden = !problem;
   part("problem").replaceChildren(problem, ...(reply.status === 401 && problem ? [keyButton()] : []));
@@ -89,9 +94,20 @@ function refresh(reply) {
 }
 
 function showNew() {
-  const talk = byId("talk"), isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80;
-  for (const reply of toShow) if (boxes.get(reply)?.isConnected) fill(reply);
+  keepingEnd(() => { for (const reply of toShow) if (boxes.get(reply)?.isConnected) fill(reply); });
   toShow.clear();
+}
+
+/** Show the conversation as it is by now, but not while a question in it is being edited. */
+function showAgain() {
+  const talk = byId("talk"), place = talk.scrollTop;
+  if (!talk.querySelector(".edit")) keepingEnd(() => { show(); talk.scrollTop = place; });
+}
+
+/** Change what is shown; who reads the end goes on to the new one. */
+function keepingEnd(change) {
+  const talk = byId("talk"), isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80;
+  change();
   if (isAtEnd) talk.scrollTop = talk.scrollHeight;
 }
 
@@ -111,12 +127,13 @@ function ask(question) {
 /** Let the question of a round be written anew; when it is sent, what was said from there on goes. */
 function edit(round, asked) {
   if (isAnswering(current)) return;
+  const place = current.rounds.indexOf(round);
   const input = made("textarea", { value: round.question, rows: 1, ariaLabel: words.edit });
-  const cancel = made("button", { type: "button", onclick: show }, words.cancel);
+  const cancel = made("button", { type: "button", onclick: () => show() }, words.cancel);
   const form = made("form", { className: "edit" }, input, cancel, made("button", { className: "main" }, words.send));
   const send = () => {
     if (!input.value.trim()) return;
-    current.rounds.splice(current.rounds.indexOf(round));
+    current.rounds.splice(place);
     ask(input.value.trim());
   };
   form.onsubmit = (event) => { event.preventDefault(); send(); };
@@ -220,6 +237,7 @@ function setUp() {
   select.append(new Option(words.model_all, ""), ...models.map((name) => new Option(name, name)));
   select.hidden = models.length < 2;
   byId("question").placeholder = isTouch ? words.ask_phone : words.ask;
+  if (isTouch) byId("stop").textContent = words.stop_phone;
   byId("ask").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
   byId("question").addEventListener("input", keepDraft);
   byId("question").addEventListener("keydown", (event) => {

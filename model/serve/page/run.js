@@ -62,7 +62,7 @@ function tableRow(cells, place) {
 
 function sampleBox({ question, answer: said, reference }) {
   return made("div", { className: "sample" }, made("p", { className: "asked" }, question), made("p", {}, said),
-    made("p", { className: "reference" }, `${words.reference}: ${reference}`));
+    made("p", { className: "reference" }, say(words.reference, { reference })));
 }
 
 function showLines(id, lines) {
@@ -118,6 +118,7 @@ function setUpRun() {
   byId("run").hidden = byId("openRun").hidden = !served.hasRuns;
   if (!served.hasRuns) return;
   byId("runs").addEventListener("input", () => { chosenRun = byId("runs").value; followRun(); });
+  byId("settings").addEventListener("close", followRun); // the key may have been typed
   addEventListener("visibilitychange", () => { if (!document.hidden) followRun(); });
   new ResizeObserver(drawCurves).observe(byId("loss")); // also when the panel opens
   followRun();

@@ -14,8 +14,10 @@ function setUpSettings() {
   rows.push(choiceRow("language", { "": words.language_auto, en: "English", zh: "中文" }));
   byId("options").replaceChildren(...rows);
   byId("option_language").addEventListener("input", () => location.reload());
-  const earlier = byId("option_earlier");
-  if (served.models.every((model) => model.single_turn)) Object.assign(earlier, { value: 0, disabled: true, title: words.single });
+  if (served.models.every((model) => model.single_turn)) {
+    const earlier = Object.assign(byId("option_earlier"), { value: 0, disabled: true });
+    earlier.closest("label").querySelector("small").textContent = words.single;
+  }
 }
 
 function limitsOf(name) {

@@ -7,7 +7,9 @@
 const SAVE_MILLISECONDS = 500; // between two saves of a talk that is being answered
 const talks = new Map();
 const items = new Map(); // id of a talk to its entry in the list
+const SILENT_MILLISECONDS = 4000; // of another tab, after which nothing is under way there
 const toSave = new Map(); // talk to its timer
+const elsewhere = new Map(); // id of a talk that another tab answers in to its timer
 
 /** Whether a kept value is an answer as it is shown: what another page of this address has kept may be anything. */
 function isReply(value) {
@@ -70,6 +72,7 @@ function removeTalk(talk) {
   if (talk === current) openTalk(newest() ?? newTalk());
   showList();
   tell(say(words.deleted, { title: titleOf(talk) }), words.undo, () => { keepTalk(talk); openTalk(talk); });
+  if (document.activeElement === document.body) byId("notice").querySelector("button").focus(); // its entry had the focus
 }
 
 function newest() {
@@ -109,11 +112,13 @@ function askTitle(talk, item) {
     isOver = true;
     if (isKept) talk.title = input.value.trim();
     if (isKept) saveTalk(talk);
+    const hadFocus = document.activeElement === input;
     item.replaceChildren(...parts);
     showList();
+    if (hadFocus) item.open.focus();
   };
   input.onkeydown = (event) => {
-    if (event.key === "Enter" && !event.isComposing) end(true);
+    if (event.key === "Enter" && !event.isComposing) { event.preventDefault(); end(true); } // it would press the title
     if (event.key === "Escape") end(false);
     event.stopPropagation();
   };
@@ -122,13 +127,46 @@ function askTitle(talk, item) {
   input.select();
 }
 
-/** Take over what another tab has changed. */
+/** Take over what another tab has changed in a talk, but for the answers that are under way in this one. */
 function takeOver({ key }) {
   if (!key?.startsWith("talk:")) return;
   const id = key.slice("talk:".length), old = talks.get(id);
-  if (old && isAnswering(old)) return;
   talks.delete(id);
   loadTalk(key);
+  const taken = talks.get(id);
+  if (old && (taken || isAnswering(old))) {
+    if (taken) Object.assign(old, taken, { rounds: mergedRounds(old.rounds, taken.rounds) });
+    talks.set(id, old);
+  }
+  noteElsewhere(id);
   showList();
-  if (old === current && old && !document.querySelector(".edit")) openTalk(talks.get(id) ?? newTalk());
+  if (old !== current || !old) return;
+  if (talks.has(id)) showAgain();
+  else openTalk(newTalk());
+}
+
+/** The rounds that another tab has kept, with this one's answers that are under way. */
+function mergedRounds(mine, theirs) {
+  const left = [...mine];
+  const merged = theirs.map((round) => {
+    const place = left.findIndex((own) => own.question === round.question);
+    if (place < 0) return round;
+    const [own] = left.splice(place, 1);
+    own.answers = { ...round.answers, ...underWay(own) };
+    return own;
+  });
+  return [...merged, ...left.filter((own) => Object.keys(underWay(own)).length)];
+}
+
+function underWay(round) {
+  return Object.fromEntries(Object.entries(round.answers).filter(([, reply]) => running.has(reply)));
+}
+
+/** An open answer of a talk that another tab has just kept is under way there; after a while without a word it was cut. */
+function noteElsewhere(id) {
+  clearTimeout(elsewhere.get(id));
+  elsewhere.set(id, setTimeout(() => {
+    elsewhere.delete(id);
+    if (id === current.id) showAgain();
+  }, SILENT_MILLISECONDS));
 }
