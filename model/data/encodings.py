@@ -54,7 +54,7 @@ def find_encoding(path: Path) -> str:
 
 
 def _sample(path):
-    """(the first bytes, the first ones that are not all ASCII, whether they end the file, the byte they begin at)."""
+    """(the first bytes, the first that are not all ASCII, whether these end the file, the byte they begin at)."""
     with open_bytes(path) as file:
         first = sample = file.read(SAMPLE_BYTES)
         start, following = 0, file.read(SAMPLE_BYTES)
