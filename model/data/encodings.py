@@ -48,8 +48,8 @@ def find_encoding(path: Path) -> str:
     others = [name for name in likely if isinstance(_decoded(sample, name, is_whole), str)]
     guess = f"--encoding={others[0]} ({', '.join(others)}: it may be one of these)" if others else "--encoding=NAME"
     raise ValueError(
-        f"{path}: neither UTF-8 nor GB18030 ({why}; not UTF-8 from byte {start + problem.start:,} on); save it as UTF-8, "
-        f"or type {guess} to scripts/prepare_data.py, whose output is UTF-8"
+        f"{path}: neither UTF-8 nor GB18030 ({why}; not UTF-8 from byte {start + problem.start:,} on); save it as "
+        f"UTF-8, or type {guess} to scripts/prepare_data.py, whose output is UTF-8"
     )
 
 
