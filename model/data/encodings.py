@@ -7,6 +7,7 @@ from pathlib import Path
 from model.data.compressed import open_bytes
 
 SAMPLE_BYTES, SAMPLE_CHARS = 1 << 20, 1 << 16
+MOST_SAMPLES = 64  # that are read until one is not ASCII, which all encodings have in common
 MIN_SHARE = 0.3  # of FREQUENT among the letters beyond ASCII; other encodings read as GB18030 give rare characters
 # Characters that Chinese texts consist of, for the most part.
 FREQUENT = frozenset(
@@ -27,13 +28,11 @@ LIKELY_OTHERS = ("big5", "shift_jis", "euc_kr", "cp1252")  # are named where the
 
 def find_encoding(path: Path) -> str:
     """The name of a file's encoding, for `open`; raises ValueError if it is none of UTF-8, UTF-16 and GB18030."""
-    with open_bytes(path) as file:
-        sample = file.read(SAMPLE_BYTES)
-        is_whole = not file.read(1)
-    if sample[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+    first, sample, is_whole, start = _sample(path)
+    if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return "utf-16"
-    if sample[:4].count(0) == 2:  # ASCII at the beginning, two bytes for each character
-        return "utf-16-be" if sample[0] == 0 else "utf-16-le"
+    if first[:4].count(0) == 2:  # ASCII at the beginning, two bytes for each character
+        return "utf-16-be" if first[0] == 0 else "utf-16-le"
     if isinstance(problem := _decoded(sample, "utf-8-sig", is_whole), str):
         return "utf-8-sig"
     as_gb = _decoded(sample, "gb18030", is_whole)
@@ -42,16 +41,26 @@ def find_encoding(path: Path) -> str:
     why = (
         "it decodes as GB18030, but to characters that no Chinese text consists of"
         if isinstance(as_gb, str)
-        else (f"byte {as_gb.start:,}: {as_gb.reason}")
+        else (f"byte {start + as_gb.start:,}: {as_gb.reason}")
     )
     are_single = not re.search(rb"[\x80-\xff]{2}", sample)  # as in European languages
     likely = sorted(LIKELY_OTHERS, key=lambda name: are_single and name != "cp1252")
     others = [name for name in likely if isinstance(_decoded(sample, name, is_whole), str)]
     guess = f"--encoding={others[0]} ({', '.join(others)}: it may be one of these)" if others else "--encoding=NAME"
     raise ValueError(
-        f"{path}: neither UTF-8 nor GB18030 ({why}; not UTF-8 from byte {problem.start:,} on); save it as UTF-8, or "
-        f"type {guess} to scripts/prepare_data.py, whose output is UTF-8"
+        f"{path}: neither UTF-8 nor GB18030 ({why}; not UTF-8 from byte {start + problem.start:,} on); save it as "
+        f"UTF-8, or type {guess} to scripts/prepare_data.py, whose output is UTF-8"
     )
+
+
+def _sample(path):
+    """(the first bytes, the first that are not all ASCII, whether these end the file, the byte they begin at)."""
+    with open_bytes(path) as file:
+        first = sample = file.read(SAMPLE_BYTES)
+        start, following = 0, file.read(SAMPLE_BYTES)
+        while sample.isascii() and following and start < MOST_SAMPLES * SAMPLE_BYTES:
+            start, sample, following = start + len(sample), following, file.read(SAMPLE_BYTES)
+    return first, sample, not following, start
 
 
 def check_encoding(name: str) -> str:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from model.data import encodings
 from tests.data.files import pairs_of, read_pairs, refusal, write
 
 AWKWARD = ["plain", "two\nlines", "a\ttab", 'a "word"', '"', '"open', 'close"', "a\tb\nc", "", "x\r\ny"]
@@ -54,6 +55,14 @@ def test_csv_and_tsv_are_read_in_utf8_and_gb18030(tmp_path, encoding):
     assert pairs_of(tsv) == [(question, answer + ", b")]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "gb18030", "utf-16", "utf-16-le"])
+def test_the_encoding_is_found_behind_a_long_beginning_in_ascii(tmp_path, monkeypatch, encoding):
+    monkeypatch.setattr(encodings, "SAMPLE_BYTES", 64)
+    rows = [dict(prompt="hello", response="world")] * 20 + [dict(prompt="你好吗", response="很好")]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    assert pairs_of(write(tmp_path / "x.jsonl", text.encode(encoding)))[-1] == ("你好吗", "很好")
+
+
 @pytest.mark.parametrize("shift", range(4))
 def test_a_character_that_the_encoding_sample_splits_does_not_change_the_encoding(tmp_path, shift):
     text = json.dumps({"prompt": "x" * shift + "好" * 400_000, "response": "a"}, ensure_ascii=False)
@@ -64,4 +73,6 @@ def test_a_character_that_the_encoding_sample_splits_does_not_change_the_encodin
 def test_bytes_in_no_known_encoding_are_refused_with_their_position(tmp_path):
     assert "neither UTF-8 nor GB18030 (byte " in refusal(write(tmp_path / "x.csv", b"prompt,response\n\xff\xff,\x80\n"))
     late = b'{"prompt": "p", "response": "r"}\n' * 40_000 + b'{"prompt": "\xff"}'
-    assert "before byte 1,320,0" in refusal(write(tmp_path / "late.jsonl", late))
+    assert "(byte 1,320,012: " in refusal(write(tmp_path / "late.jsonl", late))
+    chinese = late.replace(b'"p"', '"好"'.encode())
+    assert "before byte 1,400,0" in refusal(write(tmp_path / "late.jsonl", chinese))
