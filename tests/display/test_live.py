@@ -116,8 +116,9 @@ class Terminal:
 
     @property
     def text(self):
-        with self._lock:
-            return "\n".join(line.rstrip() for line in self.screen.display)
+        with self._lock:  # pyte's `display` fails where half a wide character is overwritten
+            rows = [self.screen.buffer[y] for y in range(self.screen.lines)]
+            return "\n".join("".join(row[x].data for x in range(self.screen.columns)).rstrip() for row in rows)
 
     @property
     def is_covered(self):
