@@ -125,6 +125,29 @@ train_stage() {
     }
 }
 
+# The weight with which an epoch reads 1.5 rows of $out/data/$2.parquet for each one of $1.parquet; at most 1.
+weight_beside() {
+    "$python" - "$out/data/$1.parquet" "$out/data/$2.parquet" <<'END'
+import sys
+from pyarrow.parquet import ParquetFile
+
+few, many = (ParquetFile(path).metadata.num_rows for path in sys.argv[1:])
+print(f"{min(1.5 * few / many, 1):.3g}")
+END
+}
+
+# Muon's learning rate from scratch that $2 epochs of $out/data/$1.parquet bear, at 64 pairs a step.
+steady_rate() {
+    "$python" - "$out/data/$1.parquet" "$2" <<'END'
+import sys
+from pyarrow.parquet import ParquetFile
+from model.train.lr_schedule import steady_peak
+
+steps = ParquetFile(sys.argv[1]).metadata.num_rows * int(sys.argv[2]) / 64
+print(f"{min(steady_peak('cosine', steps), 0.03):.3g}")
+END
+}
+
 is_finished() {
     [[ -e $1/metrics.jsonl ]] && grep '"kind": *"stop"' "$1/metrics.jsonl" | tail -n 1 | grep -q '"finished"'
 }
