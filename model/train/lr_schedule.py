@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-# Of steps relative to the weights: the sum of their squared learning rates up to which runs were steady. What such steps
-# move at random grows with that sum; why a run with more of it diverged is not known.
+# Of steps relative to the weights: the sum of their squared learning rates up to which runs were steady. What such
+# steps move at random grows with that sum; why a run with more of it diverged is not known.
 MOST_SQUARES = 5.0
 MEAN_SQUARES = dict(cosine=3 / 8, wsd=13 / 15)  # of the learning rates of a run whose peak is 1
 
