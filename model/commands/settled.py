@@ -61,7 +61,10 @@ def choose_optimizer(config, typed, is_resumed, trained_by):
 
 
 def with_rate(config, typed, origin, num_steps):
-    """`config` with a default learning rate, relative to the weights, that `num_steps` bear; None: not known yet."""
+    """`config`, whose default learning rate is lowered where it is too high for a run of `num_steps`.
+
+    That holds for the optimizers whose steps are relative to the weights. None: the number of steps is not known yet.
+    """
     if "learn_rate" in typed or origin.found or not num_steps or config.optimizer == "adamw":
         return config
     steady = float(f"{steady_peak(config.lr_schedule, num_steps):.3g}")

@@ -107,15 +107,15 @@ def taught_lines(options, text):
 
 
 def rate_lines(run, options, text):
-    """A line where the learning rate gave way to the length of the run, or is more than a run so long bears."""
+    """A line where the default learning rate was lowered for a long run, or a typed one is too high for it."""
     steps, peak, usual = run.recipe.num_steps, run.schedule.learn_rate.peak, default_learn_rate(run.recipe.config)
     steady = steady_peak(options["lr_schedule"], steps)
     if options["optimizer"] == "adamw":
         return []
     if peak > 1.1 * steady:
         return [text("rate.high", peak=peak, steps=steps, steady=steady)]
-    gave_way = peak < usual and abs(peak / steady - 1) < 0.01
-    return [text("rate.lower", peak=peak, steps=steps, usual=usual)] if gave_way else []
+    is_lowered = peak < usual and abs(peak / steady - 1) < 0.01
+    return [text("rate.lower", peak=peak, steps=steps, usual=usual)] if is_lowered else []
 
 
 def dropout_lines(run, options, text):

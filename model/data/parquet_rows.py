@@ -79,9 +79,8 @@ def _check_size(path, file_bytes, file):
     if max(num_bytes) > FREE_BYTES + MAX_COMPRESSION * file_bytes:
         groups = f"{max(num_bytes):,} in one group of rows (row_group_size=1000 makes smaller groups)"
         raise expansion_error(path, file_bytes, groups)
-    if (
-        sum(num_bytes) > FREE_BYTES + CHARS_PER_BYTE * file_bytes
-    ):  # a long text that all rows share is compressed so far
+    # a long text that all rows share is compressed further than MAX_COMPRESSION, so all groups together may be larger
+    if sum(num_bytes) > FREE_BYTES + CHARS_PER_BYTE * file_bytes:
         raise expansion_error(path, file_bytes, f"{sum(num_bytes):,}")
     check_widths(path, file.schema_arrow)
 

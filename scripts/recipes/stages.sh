@@ -125,7 +125,7 @@ train_stage() {
     }
 }
 
-# The weight with which an epoch reads 1.5 rows of $out/data/$2.parquet for each one of $1.parquet; at most 1.
+# The weight at which an epoch reads 1.5 rows of $out/data/$2.parquet for each row of $1.parquet; at most 1.
 weight_beside() {
     "$python" - "$out/data/$1.parquet" "$out/data/$2.parquet" <<'END'
 import sys
@@ -136,7 +136,7 @@ print(f"{min(1.5 * few / many, 1):.3g}")
 END
 }
 
-# Muon's learning rate from scratch that $2 epochs of $out/data/$1.parquet bear, at 64 pairs a step.
+# Muon's default learning rate from scratch for $2 epochs of $out/data/$1.parquet, at 64 pairs a step.
 steady_rate() {
     "$python" - "$out/data/$1.parquet" "$2" <<'END'
 import sys

@@ -1,4 +1,4 @@
-"""Which optimizer and which dropout a run gets when none is typed, the same in train, plan and doctor."""
+"""Which optimizer, learning rate and dropout a run gets when none is typed, the same in train, plan and doctor."""
 
 import json
 import shutil
