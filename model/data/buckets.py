@@ -31,17 +31,20 @@ class Bucket:
         """Tokens of all columns together."""
         return sum(self.columns)
 
+    def has_room_for(self, lengths):
+        """True if examples of these `lengths` (examples, columns), in tokens, fit."""
+        own, limits = lengths.sum(axis=0, dtype=np.int64), self.columns
+        if self.is_stream:
+            own, limits = np.array([own.sum(), own[-1]]), (self.tokens, self.columns[-1])
+        return bool((own <= limits).all()) and 0 < len(lengths) <= self.examples
+
     def holds(self, lengths):
-        """True if examples of these `lengths` (examples, columns), in tokens, fit and need little padding.
+        """True if examples of these `lengths` fit and need little padding.
 
         Little is a share of 1 - BUCKET_FILL, or CHEAP_PADDING tokens, whichever is more.
         """
-        columns = lengths.sum(axis=0, dtype=np.int64)
-        own, limits = columns, self.columns
-        if self.is_stream:
-            own, limits = np.array([columns.sum(), columns[-1]]), (self.tokens, self.columns[-1])
-        fits = bool((own <= limits).all()) and 0 < len(lengths) <= self.examples
-        return fits and columns.sum() >= min(BUCKET_FILL * self.tokens, self.tokens - CHEAP_PADDING)
+        least = min(BUCKET_FILL * self.tokens, self.tokens - CHEAP_PADDING)
+        return self.has_room_for(lengths) and lengths.sum(dtype=np.int64) >= least
 
 
 def buckets_for(lengths, examples, counts=None, is_stream=False, num_ranks=1):

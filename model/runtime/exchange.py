@@ -30,17 +30,32 @@ def collect_parts(part, out):
     return functools.partial(_wait_for, collecting)
 
 
+def sum_parts(ranks, parts):
+    """Sum in parts[rank] those of all ranks, by NCCL; `parts` are equal and lie one after the other in one tensor."""
+    with collective("a sum of parts"):
+        dist.reduce_scatter_tensor(parts[ranks.rank], _whole(parts))
+
+
+def are_equal(parts):
+    """Whether all parts have the same length."""
+    return len({len(part) for part in parts}) == 1
+
+
 def exchange_parts(ranks, parts):
     """Send parts[rank] to all ranks, into its place in their `parts`, which lie one after the other in one tensor."""
-    if len({len(part) for part in parts}) == 1:
-        whole = parts[0].as_strided((len(parts) * len(parts[0]),), (1,))
-        collect_parts(parts[ranks.rank], whole)()
+    if are_equal(parts):
+        collect_parts(parts[ranks.rank], _whole(parts))()
     elif ranks.backend == "nccl":  # its gather takes parts of several lengths
         with collective("an exchange of parts"):
             dist.all_gather(list(parts), parts[ranks.rank])
     else:
         for rank, part in enumerate(parts):
             broadcast(ranks, [part] * bool(len(part)), rank)
+
+
+def _whole(parts):
+    """The tensor in which equal parts lie one after the other."""
+    return parts[0].as_strided((len(parts) * len(parts[0]),), (1,))
 
 
 def _wait_for(work):

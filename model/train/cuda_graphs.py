@@ -47,6 +47,14 @@ class StepGraphs:
         """Do `work(*args)`, which keeps no tensor that it makes, in the memory that the graphs share."""
         self.capturer.run_in_pool(work, *args)
 
+    def reserve(self, micro_batch, chunk_tokens, scales):
+        """Write the gradients of the largest micro-batch, before any is captured: the pool then has room for all.
+
+        One that grows from size to size cannot join its pieces: after three sizes it held 1.9 times what was in use.
+        """
+        self._set(scales)
+        self.capturer.run_in_pool(self._run, self._step_on(micro_batch), chunk_tokens)
+
     def gradients(self, micro_batch, bucket, chunk_tokens, scales):
         """Write the gradients and metrics of a micro-batch to the model's flat tensors, which must be zero.
 
@@ -81,11 +89,14 @@ class StepGraphs:
         graph.replay()
 
     def _capture_gradients(self, micro_batch, chunk_tokens):
-        norms = torch.zeros(2, device=self.model.device) if self.parts else None
-        captured = CapturedStep(micro_batch.to(self.model.device), norms, {}, [])
+        captured = self._step_on(micro_batch)
         captured.graph = self._capture(self._run, captured, chunk_tokens)
         self.model.zero_grad()
         return captured
+
+    def _step_on(self, micro_batch):
+        norms = torch.zeros(2, device=self.model.device) if self.parts else None
+        return CapturedStep(micro_batch.to(self.model.device), norms, {}, [])
 
     def _capture(self, work, *args):
         self.capturer.run_in_pool(work, *args)

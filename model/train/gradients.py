@@ -59,12 +59,14 @@ def _gradients(context, plan, work, packed):
 
 def _replay(context, plan, work, packed):
     """Write the gradients of a step of one micro-batch by a replay; returns its CapturedStep."""
-    (micro_batch,) = packed.micro_batches
+    (micro_batch,), graphs, scales = packed.micro_batches, context.graphs, _scales(work)
     context.model.zero_grad()
     _begin(context, work, 0)
     for site in ("forward", "backward_first"):
         fault_injection.fire(site, work.step)
-    return context.graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, _scales(work))
+    if not graphs.captured:
+        graphs.reserve(context.loader.in_largest_bucket(work, plan), plan.chunk_tokens, scales)
+    return graphs.gradients(micro_batch, packed.bucket, plan.chunk_tokens, scales)
 
 
 def _norms(context):

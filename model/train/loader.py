@@ -86,8 +86,17 @@ class Loader:
 
     def _bucket_of(self, lengths, plan):
         """The smallest Bucket within the plan's micro-batch that holds examples of these lengths, or None."""
-        fitting = (bucket for bucket in self.buckets if bucket.tokens <= plan.micro_batch_tokens)
-        return next((bucket for bucket in fitting if bucket.holds(lengths)), None)
+        return next((bucket for bucket in self._allowed_by(plan) if bucket.holds(lengths)), None)
+
+    def _allowed_by(self, plan):
+        return [bucket for bucket in self.buckets if bucket.tokens <= plan.micro_batch_tokens]
+
+    def in_largest_bucket(self, work, plan):
+        """The batch of `work`, which fits a bucket, padded to the largest one of the plan that has room for it."""
+        examples, epoch = self.examples, work.epoch
+        lengths = examples.lengths(work.ids, epoch)
+        *_, bucket = (bucket for bucket in self._allowed_by(plan) if bucket.has_room_for(lengths))
+        return examples.batch(work.ids, epoch, bucket)
 
     def ahead(self):
         """A PackingThread for this loader."""

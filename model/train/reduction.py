@@ -13,7 +13,7 @@ from model.nn import gradient_parts
 from model.nn.flat_params import norm
 from model.nn.weight_parts import write_own
 from model.runtime.distributed import sum_over_ranks
-from model.runtime.exchange import collect_parts, exchange_parts, send_parts
+from model.runtime.exchange import are_equal, collect_parts, exchange_parts, send_parts, sum_parts
 
 PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16; half as many in float32
 PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
@@ -36,7 +36,11 @@ def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
     reduce_dtype = "bf16" if flat.rounding else reduce_dtype
     if flat.is_shared:
         with _beside(ranks.device, waits=True):
-            _sum_own_part(ranks, flat, reduce_dtype)
+            parts = [flat.gradients[part.start : part.stop] for part in flat.parts]
+            if ranks.backend == "nccl" and reduce_dtype == "float32" and are_equal(parts):
+                sum_parts(ranks, parts)
+            else:
+                _sum_own_part(ranks, flat, parts, reduce_dtype)
             sum_over_ranks(ranks, flat.beside)
         return
     with _beside(ranks.device, waits=not ready):
@@ -59,13 +63,15 @@ def _sum_part(ranks, flat, part, reduce_dtype):
     _take_turns(_sum_in_bf16(ranks, piece, *buffers[n % len(buffers)]) for n, piece in enumerate(pieces))
 
 
-def _sum_own_part(ranks, flat, reduce_dtype):
+def _sum_own_part(ranks, flat, parts, reduce_dtype):
     """Sum over ranks, in this rank's part, the gradients; each rank sends every other one its part, in pieces."""
     buffers = _buffers(ranks.world_size, len(flat.gradients), flat.gradients.device, _DTYPES[reduce_dtype])
     length = len(buffers[0][0]) // ranks.world_size
-    longest = max(part.stop - part.start for part in flat.parts)
-    turns = enumerate(range(0, longest, length))
-    works = (_sum_piece(ranks, flat, start, *buffers[n % len(buffers)]) for n, start in turns)
+    turns = enumerate(range(0, max(map(len, parts)), length))
+    works = (
+        _sum_piece(ranks.rank, [part[start : start + length] for part in parts], *buffers[n % len(buffers)])
+        for n, start in turns
+    )
     if len(buffers) == PIECES_AT_ONCE:
         _take_turns(works)
     else:
@@ -73,16 +79,15 @@ def _sum_own_part(ranks, flat, reduce_dtype):
             _take_turns(iter([work]))
 
 
-def _sum_piece(ranks, flat, start, sent, received):
-    """Sum what is at `start` of each part: a generator of two pauses, the first while its numbers travel."""
-    length = len(sent) // ranks.world_size
-    pieces = [flat.gradients[part.start : part.stop][start : start + length] for part in flat.parts]
+def _sum_piece(rank, pieces, sent, received):
+    """Sum in pieces[rank] those of all ranks: a generator of two pauses, the first while its numbers travel."""
+    length = len(sent) // len(pieces)
     for piece, place in zip(pieces, sent.split(length), strict=True):
         place[: len(piece)].copy_(piece)
     wait = send_parts(sent, received)
     yield
     wait()
-    own = pieces[ranks.rank]
+    own = pieces[rank]
     torch.sum(received.view(-1, length)[:, : len(own)], dim=0, dtype=own.dtype, out=own)  # added in float32
     yield
 
