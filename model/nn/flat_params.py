@@ -96,9 +96,8 @@ class FlatParams:
         self.beside.zero_()
 
     def gradient_norms(self, ranges):
-        """Norms of these ranges (start, stop) of the gradients, and of what is `beside` them."""
-        flats = [*(self.gradients[start:stop] for start, stop in ranges), self.beside]
-        return torch.stack([norm(flat) for flat in flats])
+        """Norms of these ranges (start, stop) of the gradients."""
+        return torch.stack([norm(self.gradients[start:stop]) for start, stop in ranges])
 
     def refresh(self):
         """Copy the masters to the copies in the compute dtype; where they are apart, the update has done it."""

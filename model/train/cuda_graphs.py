@@ -40,7 +40,7 @@ class StepGraphs:
 
     def clear(self):
         """Delete all captured graphs and free their memory."""
-        self.capturer.stream.synchronize()  # a replay may still be running
+        torch.cuda.synchronize(self.model.device)  # a replay may still be running, on the stream of its caller
         self.captured, self.captured_update, self.capturer = {}, None, GraphCapture()
 
     def run(self, work, *args):

@@ -137,6 +137,7 @@ def test_a_t5_from_scratch_that_reads_few_pairs_often_gets_dropout_and_nothing_e
         return config.dropout, why
 
     assert [chosen(90_000, passes) for passes in (3, 6, 8, 40)] == [(0.075, "few"), (0.15, "few"), *[(0.2, "few")] * 2]
+    assert [chosen(400_000, passes) for passes in (6, 8)] == [(0.091, "few"), (0.122, "few")]
     assert chosen(90_000, 2.9) == (0, "seldom") and chosen(900_000, 6) == (0, "many")
     assert chosen(90_000, 6, dropout=0) == (0, "") and chosen(900_000, 6, dropout=0.3) == (0.3, "")
     source = dict(model="tiny", finetune_from_ckp_file=str(made / "muon_run" / "best"), tokenizer_dir="")
