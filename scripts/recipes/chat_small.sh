@@ -18,6 +18,5 @@ pairs_stage 2_pairs "${start[@]}" --epochs=6 --dropout=0.15 --global_batch_size=
 train_stage 3_sft "sft.parquet,pairs.parquet:$(weight_beside sft pairs)" --finetune_from_ckp_file="$out/2_pairs/best" \
     --epochs=6 --dropout=0.15 --learn_rate=0.03 --against_loops=scalegrad --loops_weight=2.5
 runs+=("$out/3_sft")
-prefer_stage 3_sft 4_preferences --global_batch_size=16 --learn_rate=0.0005 --sft_weight=2 \
-    --rejected_loops_weight=200
+prefer_stage 3_sft 4_preferences
 show_results "${runs[@]}"

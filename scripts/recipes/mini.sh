@@ -14,8 +14,8 @@ if [[ -n $text ]]; then
     start=(--finetune_from_ckp_file="$out/1_text/best" --max_seq_len=512)
 fi
 pairs_stage 2_pairs "${start[@]}" --epochs=3
-train_stage 3_sft sft.parquet --finetune_from_ckp_file="$out/2_pairs/best" --epochs=3 --max_seq_len=512 \
-    --against_loops=unlikelihood
+train_stage 3_sft "sft.parquet,pairs.parquet:$(weight_beside sft pairs)" --finetune_from_ckp_file="$out/2_pairs/best" \
+    --epochs=3 --max_seq_len=512 --learn_rate=0.03 --against_loops=scalegrad --loops_weight=2.5
 runs+=("$out/3_sft")
 prefer_stage 3_sft 4_preferences --max_seq_len=512
 show_results "${runs[@]}"
