@@ -9,6 +9,10 @@ from model.data.tokenizer_training import train_tokenizer
 # 🐱, 👍 and 龘 are not in the tokenizer's alphabet: each becomes several byte tokens.
 PAIRS = {"你好": "今天天气真好，谢谢你。", "请说一个字": "龘龘🐱👍", "hello": "how are you? 好 龘 ok\n你好"}
 CALLING = {"想": '<think>\n你\n</think>\n\n好\n<tool_call>{"name": "f", "arguments": {"x": "天"}}</tool_call>'}
+MARKED = {
+    "md": "### 好\n**天** `x`\n\n```python\ndef f():\n    1\n```\n[a](https://e.org)",
+    "evil": '<img src=x onerror="f()"> <b>好</b> [a](javascript:f) ![b](https://e.org/b.png)',
+}
 
 
 def write_knowing_model(directory, pairs=None):
