@@ -8,6 +8,10 @@ import torch.distributed as dist
 from model.runtime.distributed import broadcast
 from model.runtime.watchdog import collective
 
+# Their names since torch 2.13, and before it.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def send_parts(tensor, out):
     """Send equal part r of `tensor` (numbers,) to rank r; returns a function that waits for the other ranks' parts.
@@ -24,26 +28,25 @@ def collect_parts(part, out):
 
     They are then in `out` (ranks * numbers,), in rank order; `part` may be this rank's place there.
     """
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     with collective("a gather of parts"):
-        collecting = all_gather(out.view(torch.uint8), part.view(torch.uint8), async_op=True)
+        collecting = ALL_GATHER(out.view(torch.uint8), part.view(torch.uint8), async_op=True)
     return functools.partial(_wait_for, collecting)
 
 
 def sum_parts(ranks, parts):
-    """Sum in parts[rank] those of all ranks, by NCCL; `parts` are equal and lie one after the other in one tensor."""
+    """Sum in parts[rank] those of all ranks, by NCCL; `parts` lie one after the other in one tensor."""
     with collective("a sum of parts"):
-        dist.reduce_scatter_tensor(parts[ranks.rank], _whole(parts))
-
-
-def are_equal(parts):
-    """Whether all parts have the same length."""
-    return len({len(part) for part in parts}) == 1
+        if _are_equal(parts):
+            REDUCE_SCATTER(parts[ranks.rank], _whole(parts))
+        else:
+            for rank, part in enumerate(parts):
+                if len(part):
+                    dist.reduce(part, rank)
 
 
 def exchange_parts(ranks, parts):
     """Send parts[rank] to all ranks, into its place in their `parts`, which lie one after the other in one tensor."""
-    if are_equal(parts):
+    if _are_equal(parts):
         collect_parts(parts[ranks.rank], _whole(parts))()
     elif ranks.backend == "nccl":  # its gather takes parts of several lengths
         with collective("an exchange of parts"):
@@ -51,6 +54,10 @@ def exchange_parts(ranks, parts):
     else:
         for rank, part in enumerate(parts):
             broadcast(ranks, [part] * bool(len(part)), rank)
+
+
+def _are_equal(parts):
+    return len({len(part) for part in parts}) == 1
 
 
 def _whole(parts):

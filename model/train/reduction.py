@@ -13,7 +13,7 @@ from model.nn import gradient_parts
 from model.nn.flat_params import norm
 from model.nn.weight_parts import write_own
 from model.runtime.distributed import sum_over_ranks
-from model.runtime.exchange import are_equal, collect_parts, exchange_parts, send_parts, sum_parts
+from model.runtime.exchange import collect_parts, exchange_parts, send_parts, sum_parts
 
 PIECE_NUMBERS = 2**23  # of the gradients that are sent at a time in bf16; half as many in float32
 PIECES_AT_ONCE = 3  # while one is rounded, the second is exchanged and the sum of the third comes back
@@ -37,7 +37,7 @@ def sum_gradients(ranks, model, reduce_dtype="float32", ready=None):
     if flat.is_shared:
         with _beside(ranks.device, waits=True):
             parts = [flat.gradients[part.start : part.stop] for part in flat.parts]
-            if ranks.backend == "nccl" and reduce_dtype == "float32" and are_equal(parts):
+            if ranks.backend == "nccl" and reduce_dtype == "float32":
                 sum_parts(ranks, parts)
             else:
                 _sum_own_part(ranks, flat, parts, reduce_dtype)
