@@ -96,8 +96,9 @@ class FlatParams:
         self.beside.zero_()
 
     def gradient_norms(self, ranges):
-        """Norms of these ranges (start, stop) of the gradients."""
-        return torch.stack([norm(self.gradients[start:stop]) for start, stop in ranges])
+        """Norms of these ranges (start, stop) of the gradients; where they are in bf16, also of what is `beside`."""
+        flats = [self.gradients[start:stop] for start, stop in ranges] + [self.beside] * bool(self.rounding)
+        return torch.stack([norm(flat) for flat in flats])
 
     def refresh(self):
         """Copy the masters to the copies in the compute dtype; where they are apart, the update has done it."""

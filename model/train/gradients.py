@@ -6,6 +6,7 @@ from enum import IntEnum
 
 import torch
 
+from model.nn.flat_params import norm
 from model.runtime import fault_injection
 from model.runtime.device_memory import within_memory
 from model.train.weighted_loss import weighted_loss
@@ -71,7 +72,8 @@ def _replay(context, plan, work, packed):
 
 def _norms(context):
     """Norms (2,) of this rank's gradient and of its metrics; None for a rank alone, whose gradient is the sum."""
-    return None if context.ranks.world_size == 1 else context.model.flat.gradient_norms([(0, None)])
+    flat = context.model.flat
+    return None if context.ranks.world_size == 1 else torch.stack([norm(flat.gradients), norm(flat.beside)])
 
 
 def _compute_gradients(context, plan, work, packed):
