@@ -10,29 +10,33 @@ from model.nn import gradient_parts
 from model.runtime.distributed import start_ranks, stop_ranks
 from model.train import reduction
 from model.train.commit import NOT_FINITE, reduce_and_update
-from model.train.gradients import Attempt, Outcome
+from model.train.gradients import Attempt, Outcome, _norms
 from model.train.optim import make_optimizer
 from model.train.reduction import sum_gradients
 from tests.parts import make_config, make_model
 from tests.ranks import run_ranks
 
 
-def overflow_in_the_sum():
-    """Two ranks with finite gradients whose sum has an infinite norm; returns 0 if the update is skipped, else 3."""
+def steps_that_are_not_finite():
+    """Steps of two ranks that are skipped and name the right rank; 0, else the number of the first that does not."""
     ranks, model = start_ranks("gloo", 60), make_model(100)
     weights, work = model.flat.masters.clone(), SimpleNamespace(step=1, learn_rate=0.1)
-    model.flat.gradients[0] = 1.5e19
-    attempt = Attempt(Outcome.OK, norms=model.flat.gradients_and_sums.norm()[None])
     optimizer = make_optimizer(model, make_config())
     context = SimpleNamespace(ranks=ranks, model=model, optimizer=optimizer, options=make_config())
-    updated = reduce_and_update(context, attempt, work, math.inf)
+    of_one = [1.0, math.inf]
+    cases = ("gradients", [1.5e19] * 2, None), ("gradients", of_one, 1), ("sums", of_one, 1)  # the first sum overflows
+    for number, (name, of_ranks, rank) in enumerate(cases, start=1):
+        model.zero_grad()
+        getattr(model.flat, name)[0] = of_ranks[ranks.rank]
+        updated = reduce_and_update(context, Attempt(Outcome.OK, norms=_norms(context)), work, math.inf)
+        if (updated.skipped, updated.rank) != (NOT_FINITE, rank) or not torch.equal(weights, model.flat.masters):
+            return number
     stop_ranks()
-    is_unchanged = torch.equal(weights, model.flat.masters)
-    return 0 if (updated.skipped, updated.rank) == (NOT_FINITE, None) and is_unchanged else 3
+    return 0
 
 
-def test_a_step_whose_sum_overflows_is_skipped_without_naming_a_rank(tmp_path):
-    done = run_ranks(2, overflow_in_the_sum, folder=tmp_path)
+def test_a_step_that_is_not_finite_is_skipped_and_names_the_rank_whose_own_numbers_are_not(tmp_path):
+    done = run_ranks(2, steps_that_are_not_finite, folder=tmp_path)
     assert done.codes == [0, 0], done.text
 
 
