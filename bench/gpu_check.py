@@ -2,7 +2,7 @@
 
     python -m bench.gpu_check --output_dir DIR [--minutes 9]
 
-Parts: the tests marked gpu; parity of the kernels with the plain implementation; milliseconds of the kernels; the loss;
+Parts: the tests marked gpu, parity of the kernels among them; milliseconds of attention and of the loss;
 bench.compare --short for the model small. Each part is a process with its own time limit. Its output is printed when it
 ends and kept in DIR/<part>.log; DIR/gpu_check.jsonl has one line per part.
 """
@@ -18,11 +18,11 @@ import torch
 
 from bench.children import Job, gpu_slots, run_jobs
 
-LIMIT_SECONDS = {"tests": 150, "parity": 60, "timing": 150, "loss": 60, "compare": 400}
+LIMIT_SECONDS = {"tests": 150, "kernels": 210, "compare": 400}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="GPU tests, kernel parity and timing, the short comparison.")
+    parser = argparse.ArgumentParser(description="GPU tests, kernels timed, the short comparison.")
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--parts", default=",".join(LIMIT_SECONDS))
     parser.add_argument("--minutes", type=float, default=9)
@@ -53,10 +53,8 @@ def words_of(part, folder, on_gpu, seconds_left):
     small = [] if on_gpu else ["--tokens", 512, "--width", 32]
     if part == "tests":
         return [*module, "pytest", "-q", "-m", "gpu", "tests"]
-    if part in ("parity", "timing"):
-        return [*module, "bench.kernels", "--part", part, *small]
-    if part == "loss":
-        return [*module, "bench.loss", *small]
+    if part == "kernels":
+        return [*module, "bench.kernels", *small]
     how = ["--models", "small"] if on_gpu else ["--cpu", "--models", "tiny"]
     minutes = max(min(seconds_left, LIMIT_SECONDS["compare"]) - 20, 1) / 60  # leaves time to write its table
     return [*module, "bench.compare", "--output_dir", folder / "compare", "--short", "--minutes", minutes, *how]
