@@ -31,7 +31,7 @@ from model.nn.loss_terms import PLAIN, LossTerms
 from model.nn.t5.position_bias import position_buckets, relative_position_bias, score_bias
 
 LAYERS = 6  # layers in a stack of T5-small
-NUM_BUCKETS, MAX_DISTANCE, ROW = 32, 128, 512
+NUM_BUCKETS, MAX_DISTANCE = 32, 128
 LENGTHS = (128, 256, 512)
 ANSWER_TOKENS = 80
 MASKS = {"bias, full": (True, False), "bias, causal": (True, True), "no bias (cross)": (False, False)}
@@ -47,7 +47,7 @@ def main():
     options = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if "attention" in options.part:
-        for length in (length for length in LENGTHS if options.tokens % max(length, ROW) == 0):
+        for length in (length for length in LENGTHS if options.tokens % length == 0):
             for mask in MASKS:
                 cell = dict(part="attention", rows=options.tokens // length, length=length, mask=mask)
                 print(json.dumps(cell | timings(options, length, *MASKS[mask], device)), flush=True)
@@ -114,27 +114,6 @@ def ours(tokens, length, heads, causal, device):
     )
 
 
-def rows_with_mask(tokens, length, heads, causal, device):
-    """Memory-efficient SDPA over packed rows; bias and mask are one tensor, shared by the stack."""
-    row = max(ROW, length)
-    document = (torch.arange(row, device=device) // length).expand(tokens // row, row)
-    hidden = hidden_pairs(document, causal)
-
-    def prepare(table):
-        if table is None:
-            return torch.zeros_like(hidden, dtype=dtype_on(device)).masked_fill_(hidden, -math.inf)
-        bias = relative_position_bias(table, row, MAX_DISTANCE, bidirectional=not causal)
-        return torch.where(hidden, -math.inf, bias.to(dtype_on(device)).contiguous())
-
-    return prepare, lambda q, k, v, bias: sdpa(q, k, v, row, heads, bias)
-
-
-def hidden_pairs(document, causal):
-    """(rows, 1, T, T), True where attention is masked; `document` (rows, T) is the document of each token."""
-    hidden = document[:, None, :, None] != document[:, None, None, :]
-    return hidden | torch.ones_like(hidden[:1, :1]).triu(1) if causal else hidden
-
-
 def dense_by_length(tokens, length, heads, causal, device):
     """SDPA over examples of one length: memory-efficient if there is a bias, else the backend that torch chooses."""
 
@@ -182,7 +161,6 @@ def flex_over_flat(tokens, length, heads, causal, device):
 
 WAYS = {
     "ours": ours,
-    "efficient SDPA, packed rows, bias-and-mask tensor": rows_with_mask,
     "SDPA, grouped by length": dense_by_length,
     "FlexAttention, (H, 2L-1) table": flex_over_flat,
 }
