@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from tests.ranks import send, wait_for
-from tests.tiny import furnish, journal, start
-from tests.trials import tell
+from tests.tiny import furnish, journal
+from tests.trials import Disturbed, tell
 
 
 def main():
@@ -35,20 +35,18 @@ def saves(home, given):
     """Train in `home`, then stop the run and tell the cost of its saves."""
     lines = (home / "train.jsonl").read_text() * 500
     (home / "many.jsonl").write_text(lines)
-    processes = start(
-        home, given.processes, output_dir="run", train_file="many.jsonl", model=given.model, epochs=10_000,
+    run = Disturbed(
+        home, "run", given.processes, train_file="many.jsonl", model=given.model, epochs=10_000, dropout=0,
         global_batch_size=given.pairs, eval_steps=10**6, save_steps=10**6, save_seconds=given.every,
         deterministic=given.deterministic, log_sample_ids=False,
     )  # fmt: skip
-    path, deadline = home / "run" / "metrics.jsonl", time.monotonic() + 300
-    while not path.exists() or b'"train"' not in path.read_bytes():
-        assert time.monotonic() < deadline and processes[0].is_alive(), (home / "rank0.txt").read_text()
-        time.sleep(0.1)
+    processes = run.start()
+    assert run.wait_for("first step", run.lines, processes, 300), (home / "rank0.txt").read_text()
     time.sleep(given.seconds)
     send(processes)
     done = wait_for(processes, home, 120)
     assert not any(done.codes), done.text
-    tell(harness="saves", **cost_of_saves(home / "run"))
+    tell(harness="saves", **cost_of_saves(run.dir))
 
 
 def cost_of_saves(run_dir):
