@@ -161,8 +161,8 @@ CHOICES = dict(
 )
 
 
-# Default peak from scratch, default peak for fine-tuning, lowest and highest rate accepted. Measured with
-# bench.optimizers (bench/results/optimizers.md): the model small, from scratch on 189,202 pairs, fine-tuned on 58,668.
+# Default peak from scratch, default peak for fine-tuning, lowest and highest rate accepted. Measured
+# (bench/results/optimizers.md) with the model small, from scratch on 189,202 pairs, fine-tuned on 58,668.
 LEARN_RATES = dict(
     muon=(3e-2, 1.5e-2, 1e-3, 1e-1),  # 4e-2 is hardly better, 8e-2 far worse; fine-tuning: 2e-3 to 3e-2 tried
     adamw_rms=(2e-2, 5e-3, 1e-3, 1e-1),  # 3e-2 is hardly better, 5e-3 and 1e-2 far worse; fine-tuning: 2e-3, 5e-3 tried

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import openai
-from safetensors import safe_open
 
 from model.data.answer_parts import CALL, THOUGHT
 from model.data.tokenizer import load_tokenizer
@@ -42,7 +41,7 @@ QUESTIONS = {
 PARAMETERS = dict(type="object", properties=dict(city=dict(type="string")))
 TOOLS = [dict(type="function", function=dict(name=name, parameters=PARAMETERS)) for name in QUESTIONS]
 SHAPE = dict(family="qwen3", hidden_size=96, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4)
-NUM_TESTED, MIN_SHARE, MAX_WEIGHTS = 200, 0.95, 10**6
+NUM_TESTED, MIN_SHARE = 200, 0.95
 TEMPLATE = r"""
 {%- if tools %}{{- '<|im_start|>system\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}
 {{- '<|im_end|>\n' }}{%- endif %}
@@ -73,13 +72,13 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         train(folder, options.conversations, options.epochs)
-        seconds, weights = time.monotonic() - started, num_weights(folder / "run" / "best" / "model.safetensors")
+        seconds = time.monotonic() - started
         calls, on, off = asked_through_the_server(folder / "run", options.port)
-    print(f"{weights:,} weights, trained in {seconds:.0f} s on the CPU, with its tokenizer")
+    print(f"trained in {seconds:.0f} s on the CPU, with its tokenizer")
     print(f"right calls: {calls:.1%} of {NUM_TESTED}")
     for name, (right, thinks) in (("on", on), ("off", off)):
         print(f"thinking {name}: {right:.1%} of {NUM_TESTED // 2} right, {thinks:.1%} with a thought")
-    return 0 if calls >= MIN_SHARE and on[1] == 1 and off[1] == 0 and weights <= MAX_WEIGHTS else 1
+    return 0 if calls >= MIN_SHARE and on[1] == 1 and off[1] == 0 else 1
 
 
 def calls_made_up(count, seed, is_tested):
@@ -147,11 +146,6 @@ def with_marks(directory):
 
 def called(folder, script, *words):
     subprocess.run([sys.executable, ROOT / script, *words], cwd=folder, check=True)
-
-
-def num_weights(path):
-    with safe_open(path, "pt") as file:
-        return sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
 
 
 def asked_through_the_server(run_dir, port):

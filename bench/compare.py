@@ -6,8 +6,7 @@
 
 ours: train_steps as train_low_mem.py runs it. A: transformers' Seq2SeqTrainer. B: a hand-tuned loop around HF T5, one
 process for each padded shape. dropout: ours with 64, 128 and 256 pairs, with and without --dropout=0.1 in turn.
-profiles: each is started as a user types it, on one GPU, and asked to stop after --seconds of training; its figures are
-the medians of the second half of its steps and the peak of the reserved memory.
+profiles: ours with the options that run_train.sh types for each profile.
 
 Each cell (one loop with one setting) is timed in its own process and adds a line to DIR/results.jsonl. At the end
 DIR/table.md and DIR/compare.png are written from all lines in it, also those of earlier runs; --part none only writes
@@ -17,6 +16,7 @@ these two. Exit code 1 if a cell failed.
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from itertools import product
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from bench.children import Job, gpu_slots, run_jobs
+from bench.children import ROOT, Job, gpu_slots, run_jobs
 from bench.clock import WINDOWS, Gate, Pace, StepClock
 from bench.corpus import write_corpus
 from bench.pictures import report
@@ -48,7 +48,6 @@ def main():
     parser.add_argument("--skip", default="", help="leave out cells whose name contains one of these words")
     parser.add_argument("--together", type=int, default=3, help="cells per GPU: one is timed, the others are set up")
     parser.add_argument("--minutes", type=float, default=60, help="cells that are unfinished by then are stopped")
-    parser.add_argument("--seconds", type=float, default=20, help="of a profile's training")
     parser.add_argument("--pairs", type=int, default=0, help="in the corpus; 0: enough")
     parser.add_argument("--cell", default="", help="JSON of one cell, which this process times (for child processes)")
     options, words = parser.parse_known_args()
@@ -80,7 +79,14 @@ def chosen_cells(options, more):
             yield from dropout_cells(model, more, options.cpu)
         if "profiles" in parts:
             for name in PROFILES:
-                yield make_cell(f"{model}/profile/{name}", 32, 2, timed_seconds=options.seconds, options=more)
+                yield make_cell(f"{model}/profile/{name}", 32, 2, options=levers_of(name) | more)
+
+
+def levers_of(profile):
+    """{option: text} of the options that run_train.sh types for a profile."""
+    script = (ROOT / "run_train.sh").read_text(encoding="utf-8")
+    (words,) = re.findall(rf"^{profile}\) levers=\((.*)\)", script, re.MULTILINE)
+    return typed(words.split())
 
 
 def dropout_cells(model, more, on_cpu):
@@ -100,7 +106,6 @@ def gpu_cells(model):
     yield make_cell(f"{model}/ours/256-adamw_rms", 256, 1, short=True, **adamw)
     half = 256 if model == "small" else 128
     for name, pairs, attention, compiled, static in (
-        ("eager-32", 32, "eager", False, False),
         (f"eager-{half}", half, "eager", False, False),
         (f"sdpa-{half}", half, "sdpa", False, False),
         ("sdpa-compiled-128", 128, "sdpa", True, True),
@@ -113,10 +118,6 @@ def gpu_cells(model):
         yield make_cell(
             f"{model}/b/{name}", pairs, 1, shape=shape, compile=True, timed_seconds=4, short=model == "small"
         )
-    # Compiling for changing shapes may not finish: this cell has a set-up limit of its own.
-    flags = dict(attention="sdpa", compile=True, static=False, set_up_seconds=SET_UP_SECONDS[model] * 2 // 3)
-    yield make_cell(f"{model}/a/sdpa-compiled-grouped-{half}", half, 1, **flags)
-    yield make_cell(f"{model}/ours/32x2-warm", 32, 2, warm_steps=12, warm_seconds=4, caches_of=f"{model}/ours/32x2")
 
 
 def cpu_cells(model):
@@ -142,7 +143,7 @@ def make_cell(name, pairs, rounds, corpus_pairs=GPU_PAIRS, **more):
     cycle = max(min(corpus_pairs // (pairs * rounds * 4), MEGA_BATCH), WINDOWS) if grouped else WINDOWS
     cell = dict(
         model=model, loop=loop, name=name, pairs=pairs, rounds=rounds, cycle=cycle,
-        warm_steps=5, warm_seconds=2, timed_seconds=TIMED_SECONDS, short=False, caches_of="", options={},
+        warm_steps=5, warm_seconds=2, timed_seconds=TIMED_SECONDS, short=False, options={},
         set_up_seconds=SET_UP_SECONDS[model],
     )  # fmt: skip
     return cell | more
@@ -162,7 +163,7 @@ def run_cells(cells, folder, slots, total_seconds):
 
 def job_of(cell, folder):
     """The child process of one cell; it has its own compile caches, so its first step compiles everything."""
-    caches = folder / "caches" / (cell["caches_of"] or cell["name"]).replace("/", "_")
+    caches = folder / "caches" / cell["name"].replace("/", "_")
     words = [sys.executable, "-m", "bench.compare", "--output_dir", folder, "--cell", json.dumps(cell)]
     env = dict(PYTORCH_ALLOC_CONF="expandable_segments:True", HF_HUB_OFFLINE="1")  # as train_low_mem.py sets them
     env |= dict(TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", TRITON_CACHE_DIR=f"{caches}/triton")
@@ -187,22 +188,13 @@ def problem_of(done):
 
 def time_cell(cell, folder):
     """Time one cell in this process and print its figures as the last line."""
-    from bench.loops import (
-        run_profile,
-        train_by_hand,
-        train_ours,
-        train_trainer,
-    )  # transformers takes seconds to import
+    from bench.loops import train_by_hand, train_ours, train_trainer  # transformers takes seconds to import
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if on_gpu else "cpu")
     path = folder / f"gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}.lock"
     is_ours = cell["loop"] in ("ours", "dropout", "profile")
     gate = Gate(path, alone=is_ours) if on_gpu else None
-    if cell["loop"] == "profile":
-        waited = gate.enter() if gate else 0.0
-        print(json.dumps(run_profile(cell, folder, waited)), flush=True)
-        return 0
     pace = Pace(cell["warm_steps"], cell["warm_seconds"], cell["timed_seconds"], cell["cycle"])
     clock = StepClock(device, pace, gate, on_start=lambda: signal.alarm(0), forgets_peak=not is_ours)
     signal.alarm(cell["set_up_seconds"])  # limit of the set-up; the clock cancels it when it starts

@@ -1,16 +1,16 @@
 """Measure the host memory of a run on two processes, including tokenising: does it fit on a desktop with 16 GB?
 
-    python -m bench.hosts --train_file FILE.parquet [--pairs 200000] [--model small] [--seconds 60] [--any_field=value]
+    python -m bench.hosts [--pairs 200000] [--processes 2] [--model small] [--seconds 60] [--any_field=value]
 
-Makes a file of --pairs pairs from the given one (columns prompt and response); each copy of a pair is rotated by a new
-number of characters. Starts the run with accelerate launch in an empty directory, so it tokenises first, and stops it
-after --seconds of training with evaluations, answers and checkpoints. Every 0.2 s it sums the proportional set sizes of
-the launcher and all its descendants; this counts a page that several processes share once. Prints one JSON line; exit
-code 1 if the peak exceeds LIMIT_GIB.
+Makes a corpus of --pairs pairs. Starts the run with accelerate launch where nothing is tokenised yet, so it tokenises
+first, and stops it after --seconds of training with evaluations, answers and checkpoints. Every 0.2 s it sums the
+proportional set sizes of the launcher and all its descendants; this counts a page that several processes share once.
+Prints one JSON line; exit code 1 if the peak exceeds LIMIT_GIB.
 """
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,35 +19,31 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from model.data.tokenizer_training import train_tokenizer
+from bench.corpus import write_corpus
 from tests.ranks import launch, launcher, wait_for_launch
 from tests.tiny import journal
 from tests.trials import hardware, tell
 
 LIMIT_GIB = 7.0
 SAMPLE_SECONDS = 0.2
-TOKENIZER_PAIRS = 20_000
 OPTIONS = dict(
-    output_dir="run", train_file="train.parquet", validation_file="valid.parquet", epochs=1000, eval_steps=20,
-    save_seconds=10, bleu_pairs=20, max_new_tokens=32,
+    output_dir="run", tokenizer_dir="tokenizer", train_file="train.parquet", validation_file="valid.parquet",
+    epochs=1000, eval_steps=20, save_seconds=10, bleu_pairs=20, max_new_tokens=32,
 )  # fmt: skip
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--train_file", required=True)
     parser.add_argument("--pairs", type=int, default=200_000)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--vocab_size", type=int, default=30_000)
     parser.add_argument("--model", default="small")
     parser.add_argument("--seconds", type=float, default=60, help="seconds of training")
     given, options = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        furnish(home, Path(given.train_file), given.pairs, given.vocab_size)
+        write_corpus(home, given.pairs)
+        shutil.rmtree(home / "model_save")  # its tokens
         words = [f"--{name}={value}" for name, value in (OPTIONS | dict(model=given.model)).items()] + options
         process = launch([*launcher("accelerate", given.processes), "train", *words], home)
         phases = watch(process, home / "run" / "metrics.jsonl", given.seconds)
@@ -58,24 +54,6 @@ def main():
     peak = max(phase["peak_gib"] for phase in phases.values())
     tell(harness="hosts", on=hardware(), processes=given.processes, pairs=given.pairs, **phases, peak_gib=peak)
     return 1 if peak > LIMIT_GIB else 0
-
-
-def furnish(home, source, num_pairs, vocab_size):
-    """Write train.parquet with `num_pairs` pairs, valid.parquet and a tokenizer into `home`."""
-    prompts, responses = (pq.read_table(source, columns=[name])[name].to_pylist() for name in ("prompt", "response"))
-    texts = [text for pair in zip(prompts, responses, strict=True) for text in pair][: 2 * TOKENIZER_PAIRS]
-    train_tokenizer(texts, vocab_size, home / "model_save" / "tokenizer")
-    copies = range(num_pairs)
-    columns = [[rotated(side[i % len(side)], i // len(side)) for i in copies] for side in (prompts, responses)]
-    for name, end in (("train", num_pairs), ("valid", 1000)):
-        table = pa.table({side: column[:end] for side, column in zip(("prompt", "response"), columns, strict=True)})
-        pq.write_table(table, home / f"{name}.parquet")
-
-
-def rotated(text, characters):
-    """`text` with its first `characters` moved to the end."""
-    start = characters % max(len(text), 1)
-    return text[start:] + text[:start]
 
 
 def watch(process, path, seconds):

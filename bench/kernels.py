@@ -1,16 +1,19 @@
-"""Attention with T5's bias: parity of the kernels with the PyTorch reference, and milliseconds of several methods.
+"""Milliseconds of attention with T5's bias and of the loss, forward and backward, beside other ways to compute them.
 
-    python -m bench.kernels [--tokens 32768] [--heads 8] [--width 64] [--part parity,timing]
+    python -m bench.kernels [--tokens 32768] [--heads 8] [--width 64] [--vocab 29298] [--part attention,loss]
 
-Prints one JSON line per case. A time is forward + backward of one layer, including the gradient of T5's bias table; the
-work that the layers of a stack share (the bias tensor, the final sum of its gradient) is done once per LAYERS layers.
-bf16 on a GPU; float32 on a CPU, where ours is the PyTorch reference.
+Prints one JSON line per case. Attention's time is that of one layer, the gradient of T5's bias table included; the work
+that the layers of a stack share (the bias tensor, the final sum of its gradient) is done once per LAYERS layers. loss:
+linear_cross_entropy, with a teacher and against loops too, and the plain compiled loss, with peaks of memory; the last
+line has the ratios of ours to the plain one. bf16 on a GPU; float32 on a CPU, where our attention is the PyTorch
+reference. Parity is held by the tests marked gpu.
 """
 
 import argparse
 import json
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,56 +21,43 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from bench.clock import time_call
+from bench.clock import memory_of_call, time_call
+from config import CHOICES
 from model.nn.attention import attend, make_layout, score_mask
+from model.nn.flat_params import FlatParams, with_padding
+from model.nn.guides import NO_GUIDES, Guides, TeacherOutput
+from model.nn.loss import linear_cross_entropy
+from model.nn.loss_terms import PLAIN, LossTerms
 from model.nn.t5.position_bias import position_buckets, relative_position_bias, score_bias
 
 LAYERS = 6  # layers in a stack of T5-small
-NUM_BUCKETS, MAX_DISTANCE, ROW = 32, 128, 512
+NUM_BUCKETS, MAX_DISTANCE = 32, 128
 LENGTHS = (128, 256, 512)
+ANSWER_TOKENS = 80
 MASKS = {"bias, full": (True, False), "bias, causal": (True, True), "no bias (cross)": (False, False)}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Attention kernels: parity with the PyTorch reference, milliseconds.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--part", default="parity,timing")
+    parser.add_argument("--vocab", type=int, default=29_298)
+    parser.add_argument("--part", default="attention,loss")
     options = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if "parity" in options.part and device.type == "cuda":  # on a CPU both are the reference
-        for mask in MASKS:
-            print(json.dumps(dict(part="parity", mask=mask, **parity(mask, options.heads, options.width, device))))
-    if "timing" in options.part:
-        for length in (length for length in LENGTHS if options.tokens % max(length, ROW) == 0):
+    if "attention" in options.part:
+        for length in (length for length in LENGTHS if options.tokens % length == 0):
             for mask in MASKS:
-                cell = dict(part="timing", rows=options.tokens // length, length=length, mask=mask)
+                cell = dict(part="attention", rows=options.tokens // length, length=length, mask=mask)
                 print(json.dumps(cell | timings(options, length, *MASKS[mask], device)), flush=True)
-
-
-def parity(mask, heads, width, device):
-    """Relative errors of the output and each gradient, in the device's dtype, against the reference in float32."""
-    has_bias, causal = MASKS[mask]
-    seed = int.from_bytes(np.random.bytes(4), "little")
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    queries = rng.integers(1, ROW + 1, size=64)
-    keys = queries if has_bias else rng.integers(1, ROW + 1, size=64)
-    rows = (queries.sum(), keys.sum(), keys.sum(), queries.sum())
-    *qkv, grad = (torch.randn(int(n), heads * width, generator=generator).mul(0.6).to(device) for n in rows)
-    weight = torch.randn(NUM_BUCKETS, heads, generator=generator).to(device) if has_bias else None
-    outcomes = []
-    dtype = dtype_on(device)
-    *qkv, grad = (x.to(dtype) for x in (*qkv, grad))
-    for kernels, number in ((True, dtype), (False, torch.float32)):
-        leaves = [x.to(number).detach().clone().requires_grad_() for x in qkv]
-        leaves += [] if weight is None else [weight.clone().requires_grad_()]
-        layout = make_layout(queries, keys, device, kernels)
-        bias = bias_of(layout, leaves[3] if has_bias else None, causal, number)
-        out = attend(leaves[:3], layout, bias, heads)
-        outcomes.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
-    errors = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(*outcomes, strict=True)]
-    return dict(seed=seed, **dict(zip(("out", "grad_q", "grad_k", "grad_v", "grad_bias"), errors, strict=False)))
+    if "loss" in options.part:
+        results = losses(options.tokens, options.heads * options.width, options.vocab, device)
+        for name, result in results.items():
+            print(json.dumps(dict(part="loss", name=name, **result)), flush=True)
+        ours, plain = results["linear_cross_entropy"], results["plain, compiled"]
+        ratios = dict(time=ours["ms"] / plain["ms"], memory=ours["peak_mib"] / max(plain["peak_mib"], 1e-9))
+        print(json.dumps(dict(part="loss", name="ours over plain", **ratios)))
 
 
 def bias_of(layout, table, causal, dtype):
@@ -124,27 +114,6 @@ def ours(tokens, length, heads, causal, device):
     )
 
 
-def rows_with_mask(tokens, length, heads, causal, device):
-    """Memory-efficient SDPA over packed rows; bias and mask are one tensor, shared by the stack."""
-    row = max(ROW, length)
-    document = (torch.arange(row, device=device) // length).expand(tokens // row, row)
-    hidden = hidden_pairs(document, causal)
-
-    def prepare(table):
-        if table is None:
-            return torch.zeros_like(hidden, dtype=dtype_on(device)).masked_fill_(hidden, -math.inf)
-        bias = relative_position_bias(table, row, MAX_DISTANCE, bidirectional=not causal)
-        return torch.where(hidden, -math.inf, bias.to(dtype_on(device)).contiguous())
-
-    return prepare, lambda q, k, v, bias: sdpa(q, k, v, row, heads, bias)
-
-
-def hidden_pairs(document, causal):
-    """(rows, 1, T, T), True where attention is masked; `document` (rows, T) is the document of each token."""
-    hidden = document[:, None, :, None] != document[:, None, None, :]
-    return hidden | torch.ones_like(hidden[:1, :1]).triu(1) if causal else hidden
-
-
 def dense_by_length(tokens, length, heads, causal, device):
     """SDPA over examples of one length: memory-efficient if there is a bias, else the backend that torch chooses."""
 
@@ -192,10 +161,52 @@ def flex_over_flat(tokens, length, heads, causal, device):
 
 WAYS = {
     "ours": ours,
-    "efficient SDPA, packed rows, bias-and-mask tensor": rows_with_mask,
     "SDPA, grouped by length": dense_by_length,
     "FlexAttention, (H, 2L-1) table": flex_over_flat,
 }
+
+
+def plain_loss(hidden, weight, labels):
+    """Cross-entropy summed over tokens, with all logits in memory."""
+    return F.cross_entropy(F.linear(hidden, weight.to(hidden.dtype)).float(), labels, reduction="sum")
+
+
+def losses(tokens, width, vocab, device):
+    """{loss: dict(ms, peak_mib, loss)} of all losses on the same inputs."""
+    dtype = dtype_on(device)
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, device=device).mul(width**-0.5).to(dtype).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(vocab, width, device=device))
+    flat = FlatParams([weight], [], [weight], dtype)  # like the model's: a copy in bf16 with padded rows
+    labels = torch.randint(vocab, (tokens,), device=device)
+
+    def chunked(hidden, weight, labels, terms=PLAIN, guides=NO_GUIDES):
+        flat.refresh()
+        copy = with_padding(weight.copy)
+        return linear_cross_entropy(hidden, weight, labels, terms=terms, copy_WD=copy, guides=guides)[0]
+
+    ways = {"linear_cross_entropy": chunked, "plain, compiled": torch.compile(plain_loss, dynamic=False)}
+    teacher = TeacherOutput(torch.randn_like(hidden).detach(), with_padding(weight.copy), vocab)
+    places = torch.arange(tokens, device=device) % ANSWER_TOKENS
+    ways["with a teacher"] = partial(chunked, terms=LossTerms(distill_weight=0.5), guides=Guides((teacher,)))
+    for kind in CHOICES["against_loops"][1:]:
+        terms = LossTerms(against_loops=kind, loops_weight=1.0)
+        ways[kind] = partial(chunked, terms=terms, guides=Guides(places_N=places))
+    return {name: measured_loss(way, hidden, weight, labels, device) for name, way in ways.items()}
+
+
+def measured_loss(way, hidden, weight, labels, device):
+    def call():
+        hidden.grad = weight.grad = None
+        loss = way(hidden, weight, labels)
+        loss.backward()
+        return loss.detach()
+
+    loss = call().item() / len(labels)  # compiles at the first call
+    call()
+    hidden.grad = weight.grad = None
+    peak = memory_of_call(call, device)
+    return dict(ms=time_call(call, device, seconds=1), peak_mib=peak / 2**20, loss=loss)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,6 @@
-"""The training loops that bench.compare times: ours, transformers' Seq2SeqTrainer, a hand-tuned loop, a profile."""
+"""The training loops that bench.compare times: ours, transformers' Seq2SeqTrainer, a hand-tuned loop."""
 
-import json
 import os
-import signal
-import statistics
-import time
 from dataclasses import asdict, replace
 from itertools import cycle
 
@@ -19,8 +15,6 @@ from model.nn.registry import load_model_config
 from model.runtime.device_memory import reset_peak
 from model.runtime.distributed import start_ranks
 from model.train.step import Position, train_steps
-from tests.ranks import ROOT, launch, wait_for_launch
-from tests.tiny import journal
 
 PAD_ID = 0
 SHAPES = ((32, 128), (32, 256), (128, 256), (256, 256))  # padded tokens of (prompt, response)
@@ -40,40 +34,6 @@ def train_ours(cell, corpus, clock):
         if clock.tick(len(result.ids), result.tokens):
             return dict(loss=float(result.loss), micro_batches=result.micro_batches, plan=asdict(result.plan))
     raise AssertionError("the corpus ended before the clock")
-
-
-def run_profile(cell, folder, waited_seconds):
-    """Figures of a profile of run_train.sh, which is asked to stop after a while. RuntimeError if it did not train."""
-    corpus, name = folder / "corpus", cell["name"].split("/")[-1]
-    run_dir = folder / "runs" / cell["name"].replace("/", "_")
-    options = dict(
-        model=cell["model"], tokenizer_dir=corpus / "tokenizer", train_file=corpus / "train.parquet",
-        validation_file=corpus / "valid.parquet", output_dir=run_dir, epochs=1000, bleu_pairs=0, eval_steps=10**6,
-        save_steps=10**6, logging_steps=1,
-    ) | cell["options"]  # fmt: skip
-    words = [ROOT / "run_train.sh", "-t", name, *(f"--{option}={value}" for option, value in options.items())]
-    process, path = launch(words, folder, dict(NUM_PROCESSES="1")), run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + cell["set_up_seconds"]
-    while process.poll() is None and time.monotonic() < deadline:
-        if path.exists() and b'"kind":"train"' in path.read_bytes():
-            time.sleep(cell["timed_seconds"])
-            os.kill(process.pid, signal.SIGINT)
-            break
-        time.sleep(0.2)
-    _, text = wait_for_launch(process, folder)
-    lines = journal(run_dir, "train") if path.exists() else []
-    if len(lines) < 2:
-        raise RuntimeError(f"{run_dir} did not train:\n{text[-2000:]}")
-    plan = json.loads((run_dir / "plan.json").read_text())
-    later = lines[len(lines) // 2 :]
-    return dict(
-        plan={name: plan[name] for name in ("micro_batch_tokens", "gradient_checkpointing", "graphs")},
-        steps=len(lines), spread=0.0,
-        tokens_per_second=statistics.median(line["tokens_per_second"] for line in later),
-        first_step_seconds=lines[0]["time"] - float(os.environ["STARTED_AT"]) - waited_seconds,
-        step_ms=1000 * statistics.median(line["step_seconds"] for line in later),
-        peak_gib=max(line.get("reserved_bytes") or 0 for line in later) / 2**30,
-    )  # fmt: skip
 
 
 def hf_t5(name, attention):

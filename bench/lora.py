@@ -1,40 +1,28 @@
-"""Measure the speed of T5's variants and adapters, their share of small's FLOP/s, and their peak memory.
+"""Speed and peak memory of T5's variants and of an adapter, by bench.step_profile, and their share of small's FLOP/s.
 
     python -m bench.lora --output_dir DIR                 on one GPU
     python -m bench.lora --output_dir DIR --rehearse      on the CPU, with tiny models
 
-Each cell is `train_steps` as train_low_mem.py runs it, in a process of its own, on pairs with ChatLM's lengths. Its
-`predicted_gib` is for the steps that a cell runs; `planned_gib` is the plan's, for the costliest that might come.
-Prints one JSON line a result and appends it to DIR/results.jsonl; the last line holds the ratios. The error of the
-prediction: python -m bench.memory_fit --part adapters.
+Writes a corpus with ChatLM's lengths, the shapes and a base to DIR/corpus; each cell is a step_profile on it, alone.
+Prints one JSON line a result and appends it to DIR/results.jsonl; the last line holds the ratios; DIR/logs has the
+kernels of each cell. Predicted against measured memory: python -m bench.memory_fit --part adapters.
 """
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as train_low_mem.py sets them
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 
 from bench.children import Job, gpu_slots, run_jobs
-from bench.clock import Pace, StepClock
 from bench.corpus import draw_lengths, write_corpus
-from bench.runs import prepare
 from config import MODELS
-from model.data.buckets import buckets_for
 from model.data.tokenizer import load_tokenizer
 from model.formats.weights import export_model
-from model.memory.estimate import Estimate
 from model.nn.t5.network import TextToTextModel
 from model.nn.t5.sizes import T5ModelConfig
-from model.runtime.device_memory import peak_memory, reset_peak
-from model.runtime.distributed import start_ranks
-from model.train.step import Position, train_steps
 
 GATED = dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False, scale_decoder_outputs=False)
 V11_SMALL = dict(d_model=512, d_ff=1024, num_heads=6, d_kv=64, num_layers=8, num_decoder_layers=8) | GATED
@@ -61,11 +49,8 @@ def main():
     parser.add_argument("--output_dir", required=True)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--skip", default="", help="leave out cells whose name contains one of these words")
-    parser.add_argument("--cell", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = Path(options.output_dir).resolve()
-    if options.cell:
-        return time_cell(options.cell, folder, options.rehearse)
     folder.mkdir(parents=True, exist_ok=True)
     names = [name for name in CELLS if not any(word and word in name for word in options.skip.split(","))]
     tell(folder, summary(measure_speed(names, folder, options.rehearse)))
@@ -90,57 +75,39 @@ def measure_speed(names, folder, rehearse):
         (folder / "corpus" / f"{name}.json").write_text(json.dumps(shape_of(name, rehearse)))
     base = TextToTextModel(T5ModelConfig(**shape_of("chatlm", rehearse))).initialise(1)
     export_model(base, load_tokenizer(folder / "corpus" / "tokenizer"), folder / "corpus" / "base")
-    more = ["--output_dir", folder, *["--rehearse"] * rehearse]
-    jobs = [Job(name, [sys.executable, "-m", "bench.lora", *more, "--cell", name], CELL_SECONDS) for name in names]
+    jobs = [Job(name, words_of(name, folder, rehearse), CELL_SECONDS) for name in names]
     results = []
     for done in run_jobs(jobs, folder / "logs", gpu_slots(0 if rehearse else torch.cuda.device_count())):
-        figures = dict(problem=done.problem) if done.problem else json.loads(done.text.splitlines()[-1])
+        found = [json.loads(line) for line in done.text.splitlines() if line.startswith('{"bench"')]
+        figures = dict(problem=done.problem) if done.problem else found[0] | flops_of(done.job.name, found[0], rehearse)
         results.append(tell(folder, dict(part="speed", cell=done.job.name) | figures))
     return results
 
 
-def time_cell(name, folder, rehearse):
-    """Time a cell in this process and print its figures as the last line."""
+def words_of(name, folder, rehearse):
+    """The command line of a cell."""
     shape, pairs, rank = CELLS[name]
-    os.chdir(folder / "corpus")
-    options = dict(
-        model=f"{shape}.json", batch_size_per_gpu=8 if rehearse else pairs, bleu_pairs=0, output_dir=f"run_{name}"
-    )  # fmt: skip
-    ranks = start_ranks()
-    run, plan = prepare(ranks, options | (dict(finetune_from_ckp_file="base", lora_rank=rank) if rank else {}))
-    reset_peak(ranks.device)  # leaves out the peak of the memory probes
-    pace = Pace(2, 0, 1) if rehearse else Pace(12, 4, 10)
-    clock = StepClock(ranks.device, pace, forgets_peak=False)
-    for result in train_steps(run.context, Position(plan)):
-        if clock.tick(len(result.ids), result.tokens):
-            break
-    figures = clock.result()
-    flops = figures["pairs_per_second"] * flops_per_pair(run.model.config, run.model.lora)
-    predicted, planned = predicted_bytes(run, plan, pairs), run.memory["phases"]["step"]["predicted"]
-    sizes = dict(reserved=peak_memory(ranks.device)[1], predicted=predicted, planned=planned)
-    figures |= {f"{name}_gib": size / 2**30 for name, size in sizes.items()}
-    print(json.dumps(figures | dict(flops=flops)), flush=True)
-    os._exit(0)
+    words = [sys.executable, "-m", "bench.step_profile", "--corpus", folder / "corpus", "--models", f"{shape}.json"]
+    words += ["--pairs", 8 if rehearse else pairs, "--seconds", 1 if rehearse else 10]
+    words += ["--warm_steps", 2, "--profiled_steps", 1] if rehearse else []
+    return [*words, *["--finetune_from_ckp_file=base", f"--lora_rank={rank}"] * bool(rank)]
 
 
-def predicted_bytes(run, plan, pairs):
-    """Predicted peak of the reserved bytes of steps that fit the buckets."""
-    lengths = run.train.histogram
-    estimate = Estimate(run.recipe.spec, lengths, pairs, run.recipe.answers)
-    if not plan.graphs:
-        return estimate.step_peak(*plan.batching)
-    tokens = max(bucket.tokens for bucket in buckets_for(lengths.tokens, pairs, lengths.counts))
-    return estimate.step_peak(tokens, *plan.batching[1:])
+def flops_of(name, figures, rehearse):
+    """{flops: a second of a cell}, of its tokens a second and the mean length of a pair."""
+    shape, _, rank = CELLS[name]
+    prompt, target = draw_lengths(100_000, np.random.default_rng(0)).mean(axis=0)
+    pairs_per_second = figures["tokens_per_second"] / (prompt + target)
+    sizes = T5ModelConfig(**shape_of(shape, rehearse))
+    return dict(flops=pairs_per_second * flops_per_pair(sizes, rank, prompt, target))
 
 
-def flops_per_pair(c, lora):
-    """FLOPs of the matrix products that a pair of ChatLM's lengths needs; attention scores and recomputation left out.
+def flops_per_pair(c, rank, prompt, target):
+    """FLOPs of the matrix products that a pair of such lengths needs; attention scores and recomputation left out.
 
     A trained matrix costs 6 a number and token: forward, gradient of the input, gradient of the matrix. A frozen one 4.
     """
-    prompt, target = draw_lengths(100_000, np.random.default_rng(0)).mean(axis=0)
-    inner, kept = c.num_heads * c.d_kv, 4 if lora else 6
-    rank = lora.rank if lora else 0
+    inner, kept = c.num_heads * c.d_kv, 4 if rank else 6
 
     def product(num_in, num_out):
         return kept * num_in * num_out + 6 * rank * (num_in + num_out)
@@ -165,8 +132,7 @@ def summary(results):
     if {"chatlm", "chatlm, LoRA"} <= cells.keys():
         full, adapter = cells["chatlm"], cells["chatlm, LoRA"]
         found["LoRA's speed over Muon's"] = round(adapter["tokens_per_second"] / full["tokens_per_second"], 3)
-        for name in ("peak_gib", "reserved_gib"):
-            found[f"LoRA's {name} over Muon's"] = round(adapter[name] / max(full[name], 1e-9), 3)
+        found["LoRA's peak over Muon's"] = round(adapter["peak_gib"] / max(full["peak_gib"], 1e-9), 3)
     return found
 
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch
 from bench.children import Job, gpu_slots, run_jobs
 from bench.one_step import Setting
 from bench.packed import TINY_QWEN
+from bench.preference_pairs import Store, now
 from bench.runs import context_of, schedule_of
 from model.commands.machine import launch_tokens_here
 from model.commands.option_values import load_config
@@ -123,22 +123,6 @@ def order_of(count, step, seed):
 
 
 @dataclass(frozen=True)
-class Examples:
-    """A token store of random tokens with these lengths."""
-
-    lengths: np.ndarray
-    vocab_size: int
-    meta = dict(source=dict(max_seq_len=2048))
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def tokens(self, ids):
-        draw = np.random.default_rng(int(ids[0]))
-        return tuple(draw.integers(3, self.vocab_size, int(self.lengths[ids, side].sum())) for side in (0, 1))
-
-
-@dataclass(frozen=True)
 class Run:
     """What the loops have in common."""
 
@@ -158,13 +142,8 @@ class Run:
     def timed(self):
         return 1 if self.rehearse else TIMED_STEPS
 
-    def seconds(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def figures(self, tokens, started):
-        speed = round(tokens / (self.seconds() - started), 1)
+        speed = round(tokens / (now(self.device) - started), 1)
         return dict(tokens_per_second=speed, reserved_gib=round((peak_memory(self.device)[1] or 0) / 2**30, 2))
 
     def ours(self, data, lengths):
@@ -178,12 +157,12 @@ class Run:
         model, ranks = setting.model(), Ranks(0, 1, 0, self.device, "none", None)
         optimizer, schedule = make_optimizer(model, self.config), schedule_of(self.config, len(lengths), step)
         dry_run_update(ranks, model, optimizer)
-        store = Examples(lengths, self.model_config.vocab_size)
+        store = Store(lengths, self.model_config.vocab_size, {})
         context, tokens, started = context_of(ranks, model, optimizer, store, self.config, schedule), 0, 0.0
         reset_peak(self.device)
         for number, result in enumerate(train_steps(context, Position(plan))):
             tokens += result.tokens if number >= self.warm else 0
-            started = self.seconds() if number == self.warm - 1 else started
+            started = now(self.device) if number == self.warm - 1 else started
         cut = dict(micro_batch_tokens=plan.micro_batch_tokens, recomputed_blocks=plan.gradient_checkpointing)
         cut |= dict(recorded=plan.graphs)
         yield self.figures(tokens, started) | cut
@@ -209,7 +188,7 @@ class Run:
     def _timed(self, model, lengths, batch, step):
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.device.type == "cuda")
-        store, started, tokens = Examples(lengths, self.model_config.vocab_size), 0.0, 0
+        store, started, tokens = Store(lengths, self.model_config.vocab_size, {}), 0.0, 0
         ids = np.arange(len(lengths))
         if self.loop == "b":  # batches of similar lengths
             ids = np.argsort(lengths.sum(1), kind="stable").reshape(-1, batch)
@@ -221,7 +200,7 @@ class Run:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             tokens += int(lengths[part].sum()) if number >= self.warm else 0
-            started = self.seconds() if number == self.warm - 1 else started
+            started = now(self.device) if number == self.warm - 1 else started
         return self.figures(tokens, started)
 
 

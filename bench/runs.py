@@ -55,7 +55,6 @@ def evaluation_of(context):
     return Evaluation(context.ranks, context.model, context.loader.examples, None, 0, context.options.max_new_tokens)
 
 
-def kernel_batch(store, ids, bucket=None):
+def kernel_batch(store, ids):
     """T5's MicroBatch of the pairs `ids` for the Triton kernels."""
-    packing = Packing(0, True, bucket, bucket.examples if bucket else 0)
-    return collate(Examples(store, Pairs(), T5, 0).sequences(ids, 1), packing)
+    return collate(Examples(store, Pairs(), T5, 0).sequences(ids, 1), Packing(0, True))

@@ -35,7 +35,7 @@ ALLOWED_IMPORTERS = {
     "transformers": "model.nn.t5.huggingface model.nn.decoder model.data.template_process scripts bench",
     "tokenizers": "model.data.byte_level model.data.control_tokens model.data.tokenizer model.data.tokenizer_file "
     "model.data.tokenizer_training model.formats.gguf_vocabulary",
-    "ctranslate2": "model.formats.conversions bench",
+    "ctranslate2": "model.formats.conversions",
     "datasets": "model.data.hf_datasets bench",
     "gguf": "model.formats.gguf_file",
     "rensa": "model.data.near_duplicates",
