@@ -1,10 +1,13 @@
-"""The texts of the catalogue in the log lines of training and evaluation: how they begin, and what each number is."""
+"""The texts of the catalogue in the log lines of training and evaluation, and in the progress between them."""
 
 LOG = {
     "en": {
         "log.train": "training loss: ",
         "log.evaluated": "epoch log: ",
         "log.sample": "sample: ",
+        "progress.tokenising": "tokenising {names}",
+        "progress.reference": "log-probabilities of the reference, {names}",
+        "progress.speed": "{count:,.0f} {unit}/s",
         "label.epoch": "epoch",
         "label.step": "step",
         "label.loss": "loss",
@@ -45,6 +48,9 @@ LOG = {
         "log.train": "训练：",
         "log.evaluated": "评估：",
         "log.sample": "示例：",
+        "progress.tokenising": "分词 {names}",
+        "progress.reference": "参考模型的对数概率，{names}",
+        "progress.speed": "{count:,.0f} {unit}/秒",
         "label.epoch": "轮",
         "label.step": "步",
         "label.loss": "损失",
