@@ -106,6 +106,12 @@ def run(options: argparse.Namespace) -> None:
     print("\n".join(report(output, counts, time.monotonic() - started, text)))
     if said := describe_ignored(ignored, lambda name: text(f"ignored.{name}")):
         print(said)
+    if not counts[KEPT]:
+        output.unlink()
+        raise ValueError(
+            f"no row of {options.file} gave a preference, so {output} is not kept: "
+            "give more rows, or a model that answers otherwise than the file"
+        )
 
 
 def report(output: Path, counts: Counter, seconds: float, text) -> list[str]:

@@ -93,8 +93,10 @@ def test_a_run_without_validation_has_no_best_and_is_tested_on_last(home):
     assert "nothing is evaluated" in done.text and "scripts/chat.py unseen/last" in done.text
     assert not (home / "unseen" / "best").exists() and not journal(home / "unseen", "eval")
     assert "unseen is finished" in train(home, output_dir="unseen", is_keep_training=True, **options).text
-    tested = train(home, command="test", output_dir="unseen", validation_file=None, test_file="valid.jsonl")
-    assert "test unseen/last: loss" in tested.text, tested.text
+    asked = dict(command="test", output_dir="unseen", validation_file=None, test_file="valid.jsonl")
+    tested = train(home, env=dict(CHAT_LANG="zh"), **asked)
+    said = re.search("测试 unseen/last：(损失 .*)", tested.text)[1]
+    assert "每字损失" in said and not re.search("[a-z]+_[a-z]+", said), said
     write_choices(home / "choices")
     asked = dict(command="test", output_dir="unseen", validation_file=None, num_shots=1)
     tested = train(home, world=2, choices_file="choices/val", **asked)

@@ -37,9 +37,10 @@ def test_run(ranks, request, shown):
     name, measured = measure_model(ranks, request.config, request.typed)
     if measured:
         scores, answers = measured
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        say(ranks, texts_here()("test.figures", model=name, figures=figures))
-        _print(ranks, answer_lines({name: answers}, shown, texts_here()) if shown else [])
+        text = texts_here()
+        figures = ", ".join(f"{text.get(f'label.{label}', label)} {value:.4f}" for label, value in scores.items())
+        say(ranks, text("test.figures", model=name, figures=figures))
+        _print(ranks, answer_lines({name: answers}, shown, text) if shown else [])
 
 
 def ask_choices(ranks, request, models):

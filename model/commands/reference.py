@@ -66,7 +66,7 @@ def _identity(model):
 def _derive(model, ranks, examples, plan, reference):
     files = names_of([file["path"] for file in examples.store.meta["source"]["files"]])
     with untimed("computing what the objective needs of the weights at the start"):
-        title = f"log-probabilities of the reference, {files}"
+        title = texts_here()("progress.reference", names=files)
         with Progress(title, len(examples), unit="pairs", shown=ranks.is_main) as progress:
             derive(ranks, model, examples, plan, reference, progress.update)
 

@@ -57,7 +57,7 @@ def open_examples(ranks, recipe, tokenizer, files, evaluated=False):
     """
     config, source = recipe.config, source_of(recipe, tokenizer, files)
     names = names_of(source.paths)
-    with Progress(f"tokenising {names}", None, unit="rows", shown=ranks.is_main) as progress:
+    with Progress(texts_here()("progress.tokenising", names=names), None, unit="rows", shown=ranks.is_main) as progress:
         opened = partial(open_store, source, TOKENS_DIR, progress.update, stop_asked, write_beside)
         store = local_main_first(ranks, opened)
     agree(ranks, f"the pairs in {names}", dict(pairs=len(store), ids_sha256=store.meta["ids_sha256"]))

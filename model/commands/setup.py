@@ -20,6 +20,7 @@ from model.commands.run_data import open_data, open_examples
 from model.commands.run_files import described_objective, files_of, train_option
 from model.commands.same_run import check_same_run, why_not_compared
 from model.commands.teachers import place_teachers, without_teacher
+from model.display.catalogue import texts_here
 from model.memory.plan import MemoryPlan, choose_plan
 from model.nn.lora import lora_values
 from model.nn.registry import config_values
@@ -167,7 +168,7 @@ def _initial_state(run, found):
     state = with_validation(validation, run.ranks, state) if validation else state
     if state.best_metric != fresh.best_metric:
         if run.ranks.is_main:
-            LOGGER.info("best_metric was %s and is %s: best/ is chosen anew", state.best_metric, fresh.best_metric)
+            LOGGER.info(texts_here()("begins.metric", was=state.best_metric, now=fresh.best_metric))
         state = replace(state.without_best(), best_metric=fresh.best_metric)
     return replace(
         state, ids_sha256=fresh.ids_sha256, max_seq_len=fresh.max_seq_len, shape=fresh.shape, lora=fresh.lora

@@ -155,6 +155,7 @@ class Progress:
     def __init__(self, title: str, total: int | None, unit: str = "steps", done: int = 0, shown: bool = True):
         self._title, self._total, self._drawn_at, self._bar = title, total, 0.0, None
         self._text = texts_here()
+        self._said = self._text.get(f"state.{title}", title)
         self._unit = self._text.get(f"progress.{unit}", unit)
         self._logs, self._first_update, self._logged_at = shown and not sys.stderr.isatty(), None, time.monotonic()
         now_doing(title, done, total)
@@ -171,7 +172,7 @@ class Progress:
             redirect_stdout=sys.stdout.isatty(),
             speed_estimate_period=SPEED_WINDOW_SECONDS,
         )
-        self._task = self._bar.add_task(title, total=total, completed=done, count=self._count(done), note="")
+        self._task = self._bar.add_task(self._said, total=total, completed=done, count=self._count(done), note="")
         self._draw(self._bar.start)
 
     def update(self, done: int, note: str = "", pace: Pace | None = None) -> None:
@@ -200,15 +201,14 @@ class Progress:
         if self._total is not None and done > first_done:
             left = (self._total - done) * (now - first_at) / (done - first_done)
             time_left = ", " + self._text("progress.left", time=duration(left, self._text))
-        title = self._text.get(f"state.{self._title}", self._title)
-        LOGGER.info("%s: %s%s%s", title, self._count(done), note and f", {note}", time_left)
+        LOGGER.info("%s: %s%s%s", self._said, self._count(done), note and f", {note}", time_left)
 
     def _speed(self, done: int, now: float) -> str:
         """The speed so far of work whose end is unknown; "" for other work, and before the second update."""
         first_at, first_done = self._first_update
         if self._total is not None or done == first_done:
             return ""
-        return f"{(done - first_done) / max(now - first_at, 1e-3):,.0f} {self._unit}/s"
+        return self._text("progress.speed", count=(done - first_done) / max(now - first_at, 1e-3), unit=self._unit)
 
     def close(self) -> None:
         """Stop drawing. The last state stays on the screen and the cursor is shown again."""
@@ -236,5 +236,9 @@ class Progress:
 
 def progress_note(loss: float, tokens_per_second: float, used_bytes: int = 0, cap_bytes: int = 0) -> str:
     """The note of the training progress bar: loss, memory if there is a limit (`cap_bytes` above 0), speed."""
-    memory = [memory_text(used_bytes, cap_bytes)] if cap_bytes else []
-    return ", ".join([f"loss {loss:.4f}", *memory, f"{tokens_per_second:,.0f} tokens/s"])
+    text = texts_here()
+    parts = [f"{text('measure.loss')} {loss:.4f}"]
+    if cap_bytes:
+        used, level = memory_text(used_bytes, cap_bytes).rsplit(" ", 1)
+        parts.append(f"{used} {text(f'level.{level}')}")
+    return ", ".join([*parts, text("speed.tokens", tokens=tokens_per_second)])

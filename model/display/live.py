@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from model.display.captured_output import NAME, TerminalLog, discard
-from model.display.catalogue import Texts, language_of
+from model.display.catalogue import texts_here
 from model.display.console import progress_note
 from model.display.trackers import Trackers
 from model.display.watch import LEAVE
@@ -138,7 +138,7 @@ class Pacing:
 def screen_of(ranks, run_dir, option):
     """What this rank does for the screen; `option` is auto, on or off."""
     if option == "on" and ranks.is_main and not os.isatty(2):
-        LOGGER.warning("--screen=on: stderr is no terminal, so there are plain lines only")
+        LOGGER.warning(texts_here()("screen.plain"))
     shares_terminal = ranks.rank == ranks.local_rank  # with rank 0, whose machine it is on
     if option == "off" or not os.isatty(2) or not shares_terminal:
         return NoScreen()
@@ -159,20 +159,20 @@ class OwnScreen:
     """Rank 0's: it starts the screen's process and ends it."""
 
     def __init__(self, run_dir):
-        self._log, self._texts = None, Texts(language_of(os.environ))
+        self._log, self._texts = None, texts_here()
         try:
             self._log = TerminalLog(run_dir)
             pipes = dict(stdin=subprocess.PIPE, stdout=self._log.terminal, stderr=self._log.fileno())
             self._process = start_module("model.display.watch", run_dir, **pipes)
         except OSError as error:
             self._end()
-            LOGGER.warning("no screen: %s", error)
+            LOGGER.warning(self._texts("screen.none", error=error))
 
     def check(self):
         """Print plain lines again if the screen's process has died."""
         if self._log is not None and self._process.poll() is not None:
             self._end(self._process.returncode)
-            LOGGER.warning("the screen has ended; the run goes on with plain lines")
+            LOGGER.warning(self._texts("screen.ended"))
 
     def close(self):
         """End the screen; the terminal then shows the last lines that were printed meanwhile."""
@@ -200,7 +200,7 @@ class OthersScreen:
     """For a rank above 0 on the terminal of rank 0: rank 0's screen shows what this rank prints."""
 
     def __init__(self, run_dir):
-        self._run_dir, self._log, self._texts = run_dir, None, Texts(language_of(os.environ))
+        self._run_dir, self._log, self._texts = run_dir, None, texts_here()
         atexit.register(self.check_log)  # an error is printed after `close`
 
     def check(self):

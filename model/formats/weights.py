@@ -22,6 +22,7 @@ from model.runtime.atomic_io import whole_directory
 from model.runtime.json_stream import read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DECODER_TENSOR = "embed_tokens.weight"  # that every decoder has and no T5
 MAX_CARD_CHARACTERS = 2**16  # of a model card, that are read
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.safetensors")  # in INDEX: no folder, and nothing hidden
 
@@ -161,7 +162,13 @@ def load_weights(path):
     path = Path(path)
     if path.is_file():
         family, optimizer = _made_beside(path)
-        return LoadedWeights(family.from_hf(read_tensors(path), path), optimizer=optimizer)
+        tensors = read_tensors(path)
+        if family is family_named(DEFAULT_FAMILY) and DECODER_TENSOR in tensors:
+            raise ValueError(
+                f"{path} holds a decoder's weights without its config.json: give a Hugging Face directory with both "
+                "(MiniMind's scripts/convert_model.py writes one)"
+            )
+        return LoadedWeights(family.from_hf(tensors, path), optimizer=optimizer)
     directory = model_directory(path)
     if directory is None:
         raise ValueError(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from model.display import console
-from model.display.catalogue import CATALOGUE
+from model.display.catalogue import CATALOGUE, texts_here
 from model.display.console import (
     EPOCH_FIELDS,
     TRAIN_FIELDS,
@@ -118,12 +118,20 @@ def test_no_progress_bar_is_drawn_if_stderr_is_not_a_terminal(tmp_path):
 def test_without_a_terminal_progress_is_one_log_line_per_minute_with_the_time_left(monkeypatch, caplog):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setenv("CHAT_LANG", "zh")
-    now = iter([0, 30, 40, 70, 100, 131])
+    now = iter([0, 30, 40, 70, 100, 131, 0, 30, 90])
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    tokenising = texts_here()("progress.tokenising", names="a.jsonl")
+    note = console.progress_note(2.5, 45120.0, 12 * 2**30, 20 * 2**30)
     with caplog.at_level("INFO", "chat_trainer"), Progress("training", 90) as progress:
         for done in (1, 2, 5, 8, 11):  # a slow first step, then ten seconds each
+            progress.update(done, note)
+    with caplog.at_level("INFO", "chat_trainer"), Progress(tokenising, None, "rows") as progress:
+        for done in (5, 65):
             progress.update(done)
-    assert caplog.messages == ["训练中: 5/90 步, 剩余 14 分 10 秒", "训练中: 11/90 步, 剩余 13 分 18 秒"]
+    said = "损失 2.5000, 12.0/20.0 GiB 60% 安全, 45,120 词元/秒, 剩余 "
+    assert caplog.messages == [
+        f"训练中: 5/90 步, {said}14 分 10 秒", f"训练中: 11/90 步, {said}13 分 18 秒", "分词 a.jsonl: 65 行, 1 行/秒"
+    ]  # fmt: skip
 
 
 def test_a_terminal_shows_a_live_progress_bar_and_intact_log_lines(tmp_path):

@@ -24,7 +24,7 @@ import pyte
 import pytest
 import torch
 
-from model.display.live import Pacing
+from model.display.live import NoScreen, Pacing, screen_of
 from model.display.run_report import rows_of
 from model.runtime import fault_injection
 from model.runtime.watchdog import watch_signals
@@ -244,6 +244,13 @@ def test_loss_speed_and_time_left_are_shown_before_the_first_train_line_and_that
     shell.wait_for(r"stopping \.\.\. a checkpoint is written first", 5)
     assert shell.is_covered
     assert shell.wait_for(r"code=(-?\d+)\.")[1] == "0"
+
+
+def test_that_there_is_no_terminal_for_the_screen_is_told_in_the_reader_s_language(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CHAT_LANG", "zh")
+    monkeypatch.setattr(os, "isatty", lambda descriptor: False)
+    assert isinstance(screen_of(SimpleNamespace(is_main=True, rank=0, local_rank=0), tmp_path, "on"), NoScreen)
+    assert caplog.messages == ["--screen=on：stderr 不是终端，只有普通的行"]
 
 
 def test_if_the_screen_is_killed_the_run_goes_on_with_plain_lines(terminal):

@@ -105,8 +105,10 @@ def test_what_the_model_says_itself_and_what_does_not_fit_are_left_out_or_refuse
     first = json.loads(questions.read_text().splitlines()[0])["response"]
     worse = [Own(first, False, True)]
     monkeypatch.setattr(preference_making, "_own_answers", lambda chat, inputs, asking: [worse] * len(inputs))
-    assert make(exported, questions, tmp_path / "out.jsonl", "--rows", "1") == 0
-    assert "left out: 1 rows whose answer the model gives itself" in capsys.readouterr().out
+    assert make(exported, questions, tmp_path / "out.jsonl", "--rows", "1") == 2
+    said = capsys.readouterr()
+    assert "left out: 1 rows whose answer the model gives itself" in said.out and not (tmp_path / "out.jsonl").exists()
+    assert "questions.jsonl gave a preference" in said.err and "give more rows" in said.err
     for words, part in (
         (["--samples", "2", "--temperature", "0"], "greedy answers are all the same"),
         (["--output", str(tmp_path / "x.csv")], "name a .jsonl file"),

@@ -134,8 +134,17 @@ def without_embedding(state):
     return {name: tensor for name, tensor in state.items() if name != "shared.weight"}
 
 
+def of_minimind(state):
+    return {"model.embed_tokens.weight": state["shared.weight"]}
+
+
 @pytest.mark.parametrize(
-    "change, words", [(two_embeddings, "does not tie encoder.embed_tokens.weight"), (without_embedding, "not a T5")]
+    "change, words",
+    [
+        (two_embeddings, "does not tie encoder.embed_tokens.weight"),
+        (without_embedding, "not a T5"),
+        (of_minimind, r"a decoder's weights without its config.json: give a Hugging Face directory .*convert_model.py"),
+    ],
 )
 def test_another_architecture_is_refused(tmp_path, model, change, words):
     torch.save(change(model.state_dict()), tmp_path / "other.bin")
