@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +57,6 @@ def train_tokenizer(
         raise ValueError(f"vocab_size is {vocab_size}: it must be at least {least}, for example 8000")
     if vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size is {vocab_size}: it must be at most {MAX_VOCAB_SIZE}, for example 8000")
-    os.environ.setdefault("RAYON_NUM_THREADS", "4")  # threads of merging: with one on each of 64 cores it takes longer
     backend = learn(_sample_slices(texts, count_symbols), vocab_size, first)
     if backend.get_vocab_size() < least:
         raise ValueError(
