@@ -13,4 +13,5 @@ END
 
 case ${1-} in -h | --help) usage ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/setup_venv.sh"
-python -m pytest -n 3 --dist worksteal "$@"  # more than cores: many tests wait for processes of their own
+# More workers than cores, because many tests wait for processes of their own, and one thread in each.
+OMP_NUM_THREADS=1 python -m pytest -n 3 --dist worksteal "$@"
