@@ -11,7 +11,8 @@ from model.nn.t5.family import T5
 from model.train.lr_schedule import steady_peak
 
 # Dropout of a T5 from scratch, measured by bench.study (bench/results/study_small_data.md).
-PAIR_WEIGHTS, FEWEST_PAIR_WEIGHTS = 100, 300  # weights for each pair: from the one on pairs are few, to the other fewer
+PAIR_WEIGHTS = 100  # weights for each pair, and more: then the pairs are few
+FULL_PAIR_WEIGHTS = 300  # and more: then a pass gets DROPOUT_A_PASS; with fewer it gets less
 MANY_PASSES, DROPOUT_A_PASS, MOST_DROPOUT = 3, 0.025, 0.2
 OPEN = ("absent", "muon", "others")  # reasons of a choice that waits for the weights
 
@@ -75,8 +76,8 @@ def with_dropout(config, origin, num_pairs, passes):
     """(`config` with its dropout, why: a key of the catalogue of texts after `dropout.`, "" where nothing was chosen).
 
     A T5 from scratch that reads few pairs many times learns them by heart: it gets dropout in proportion to the passes
-    over the `num_pairs` pairs, and where they are not the fewest to the root of weights for each pair. All other
-    networks get none unless it was typed.
+    over the `num_pairs` pairs. Below FULL_PAIR_WEIGHTS it also falls with the square root of the weights for each pair.
+    All other networks get none unless it was typed.
     """
     if config.dropout != -1:
         return config, ""
@@ -88,5 +89,5 @@ def with_dropout(config, origin, num_pairs, passes):
     pair_weights = count_numbers(family, origin.model_config).weights / max(num_pairs, 1)
     if pair_weights < PAIR_WEIGHTS:
         return replace(config, dropout=0.0), "many"
-    a_pass = DROPOUT_A_PASS * min(pair_weights / FEWEST_PAIR_WEIGHTS, 1) ** 0.5
+    a_pass = DROPOUT_A_PASS * min(pair_weights / FULL_PAIR_WEIGHTS, 1) ** 0.5
     return replace(config, dropout=round(min(passes * a_pass, MOST_DROPOUT), 3)), "few"

@@ -96,7 +96,7 @@ class FlatParams:
         self.beside.zero_()
 
     def gradient_norms(self, ranges):
-        """Norms of these ranges (start, stop) of the gradients; where they are in bf16, also of what is `beside`."""
+        """Norms of these ranges (start, stop) of the gradients; in bf16, also of what is `beside` them."""
         flats = [self.gradients[start:stop] for start, stop in ranges] + [self.beside] * bool(self.rounding)
         return torch.stack([norm(flat) for flat in flats])
 

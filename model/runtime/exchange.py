@@ -34,7 +34,10 @@ def collect_parts(part, out):
 
 
 def sum_parts(ranks, parts):
-    """Sum in parts[rank] those of all ranks, by NCCL; `parts` lie one after the other in one tensor."""
+    """Write the sum of all ranks' parts[r] to parts[r] of rank r; `parts` lie one after the other in one tensor.
+
+    The other parts are unknown then.
+    """
     with collective("a sum of parts"):
         if _are_equal(parts):
             REDUCE_SCATTER(parts[ranks.rank], _whole(parts))
