@@ -50,7 +50,7 @@ class StepGraphs:
     def reserve(self, micro_batch, chunk_tokens, scales):
         """Write the gradients of the largest micro-batch, before any is captured: the pool then has room for all.
 
-        One that grows from size to size cannot join its pieces: after three sizes it held 1.9 times what was in use.
+        One that grows from size to size cannot join its pieces (bench/results/preferences.md).
         """
         self._set(scales)
         self.capturer.run_in_pool(self._run, self._step_on(micro_batch), chunk_tokens)
