@@ -13,7 +13,8 @@ if [[ -n $text ]]; then
     runs+=("$out/1_text")
     start=(--finetune_from_ckp_file="$out/1_text/best")
 fi
-pairs_stage 2_pairs "${start[@]}" --epochs=6 --dropout=0.15 --learn_rate="$(steady_rate pairs 6)"
+pairs_stage 2_pairs "${start[@]}" --epochs=6 --dropout=0.15 --global_batch_size=128 \
+    --learn_rate="$(steady_rate pairs 6)"
 train_stage 3_sft "sft.parquet,pairs.parquet:$(weight_beside sft pairs)" --finetune_from_ckp_file="$out/2_pairs/best" \
     --epochs=6 --dropout=0.15 --learn_rate=0.03 --against_loops=scalegrad --loops_weight=2.5
 runs+=("$out/3_sft")

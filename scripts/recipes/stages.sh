@@ -136,15 +136,16 @@ print(f"{min(1.5 * few / many, 1):.3g}")
 END
 }
 
-# Muon's default learning rate from scratch for $2 epochs of $out/data/$1.parquet, at 64 pairs a step.
+# Muon's learning rate for $2 epochs of $out/data/$1.parquet at 128 pairs a step: 0.042, or less where so many steps
+# would not stay steady.
 steady_rate() {
     "$python" - "$out/data/$1.parquet" "$2" <<'END'
 import sys
 from pyarrow.parquet import ParquetFile
 from model.train.lr_schedule import steady_peak
 
-steps = ParquetFile(sys.argv[1]).metadata.num_rows * int(sys.argv[2]) / 64
-print(f"{min(steady_peak('cosine', steps), 0.03):.3g}")
+steps = ParquetFile(sys.argv[1]).metadata.num_rows * int(sys.argv[2]) / 128
+print(f"{min(steady_peak('cosine', steps), 0.042):.3g}")
 END
 }
 
@@ -175,7 +176,7 @@ prefer_stage() {
             --output "$out/data/preferences$name.jsonl"
     done
     train_stage "$2" preferences.jsonl --objective=dpo --finetune_from_ckp_file="$out/$1/best" --epochs=1 "${@:3}" \
-        --global_batch_size=16 --learn_rate=0.0005 --sft_weight=1.5 --rejected_loops_weight=120
+        --global_batch_size=16 --learn_rate=0.0005 --sft_weight=2 --rejected_loops_weight=200
     runs+=("$out/$2")
 }
 

@@ -24,7 +24,7 @@ def test_a_recipe_goes_from_files_to_answers_and_typed_again_trains_nothing_twic
     for done in (first, again):
         assert re.search("made/3_sft +finished at step", done.stdout), done.stdout + done.stderr
         assert "right answer" in done.stdout and "made/2_pairs/best" in done.stdout
-    assert re.search(r"made/2_pairs .*--learn_rate=0\.03 ", first.stdout)  # what six epochs of so few pairs bear
+    assert re.search(r"made/2_pairs .*--learn_rate=0\.042 ", first.stdout)  # what six epochs of so few pairs bear
     assert re.search(r"sft\.parquet\S*/pairs\.parquet:1 ", first.stdout)  # few pairs are read again as they are
     assert re.search(r"teachers: \S*made/2_pairs_member_1/best,\S*made/2_pairs_member_2/best;", first.stderr)
     assert again.returncode == 0 and "chat_small: trains" not in again.stdout and "prepares" not in again.stdout
