@@ -50,7 +50,7 @@ SHARED = ["--optimizer=adamw", "--share_state=True"]
 ROUNDED = ["--optimizer=adamw", "--mixed_precision=bf16", "--master_dtype=bf16"]
 CARD_24 = "--gpu_memory_limit_gb=23.5"
 CASES = {  # name: (cards, texts of a card and step, options, GiB that a card may reserve)
-    "shared": (2, 1, [*SHARED, CARD_24], 21),
+    "shared": (2, 1, [*SHARED, CARD_24, "--gradient_checkpointing=True"], 21),
     "shared_four": (4, 1, [*SHARED, CARD_24], 21),
     "shared_eight": (8, 1, [*SHARED, CARD_24], 21),
     "host_24": (1, 1, [*ROUNDED, "--offload=optimizer", CARD_24], 23),

@@ -176,7 +176,7 @@ prefer_stage() {
             --output "$out/data/preferences$name.jsonl"
     done
     train_stage "$2" preferences.jsonl --objective=dpo --finetune_from_ckp_file="$out/$1/best" --epochs=1 "${@:3}" \
-        --global_batch_size=16 --learn_rate=0.0005 --sft_weight=2 --rejected_loops_weight=200
+        --global_batch_size=16 --learn_rate=0.0005 --sft_weight=1.5 --rejected_loops_weight=120
     runs+=("$out/$2")
 }
 
