@@ -50,20 +50,21 @@ def ollama_at(home):
         process = subprocess.Popen(["ollama", "serve"], env=environment, stdout=written, stderr=written)
         try:
             found = Ollama(address, log)
-            _await(found)
+            await_server(f"http://{address}/api/version", log)
             yield found
         finally:
             process.terminate()
             process.wait(60)
 
 
-def _await(ollama):
+def await_server(url, log):
+    """Wait until this address of a server answers; raises AssertionError with the end of its log after 30 seconds."""
     for _ in range(300):
         try:
-            return urlopen(f"http://{ollama.address}/api/version", timeout=10)
+            return urlopen(url, timeout=10)
         except URLError:
             sleep(0.1)
-    raise AssertionError(ollama.log.read_text()[-2000:])
+    raise AssertionError(log.read_text()[-2000:])
 
 
 def gap_of(model, tokenizer, ids, answer, text):

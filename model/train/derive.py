@@ -149,7 +149,8 @@ def _values(ranks, model, examples, rows, plan, number):
 
     def note(kind, before, after, **values):
         plans.append(MemoryPlan(**after))
-        LOGGER.info("out of memory in the reference: %d tokens at a time from now on", plans[-1].micro_batch_tokens)
+        said = "out of memory while the reference's log-probabilities are computed: %d tokens at a time from now on"
+        LOGGER.info(said, plans[-1].micro_batch_tokens)
 
     shrink = partial(shrink_plan, longest_tokens=examples.histogram.longest)
     share_ids = np.arange(rows[0] + ranks.rank, rows[1], ranks.world_size)

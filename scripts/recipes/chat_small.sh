@@ -14,7 +14,7 @@ if [[ -n $text ]]; then
     start=(--finetune_from_ckp_file="$out/1_text/best")
 fi
 pairs_stage 2_pairs "${start[@]}" --epochs=6 --dropout=0.15 --global_batch_size=128 \
-    --learn_rate="$(steady_rate pairs 6)"
+    --learn_rate="$(steady_rate pairs 6 128 0.042)"
 train_stage 3_sft "sft.parquet,pairs.parquet:$(weight_beside sft pairs)" --finetune_from_ckp_file="$out/2_pairs/best" \
     --epochs=6 --dropout=0.15 --learn_rate=0.03 --against_loops=scalegrad --loops_weight=2.5
 runs+=("$out/3_sft")

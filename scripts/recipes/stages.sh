@@ -136,16 +136,17 @@ print(f"{min(1.5 * few / many, 1):.3g}")
 END
 }
 
-# Muon's learning rate for $2 epochs of $out/data/$1.parquet at 128 pairs a step: 0.042, or less where so many steps
-# would not stay steady.
+# Muon's learning rate for $2 epochs of $out/data/$1.parquet at $3 pairs a step: $4, or less where so many steps would not
+# stay steady.
 steady_rate() {
-    "$python" - "$out/data/$1.parquet" "$2" <<'END'
+    "$python" - "$out/data/$1.parquet" "${@:2}" <<'END'
 import sys
 from pyarrow.parquet import ParquetFile
 from model.train.lr_schedule import steady_peak
 
-steps = ParquetFile(sys.argv[1]).metadata.num_rows * int(sys.argv[2]) / 128
-print(f"{min(steady_peak('cosine', steps), 0.042):.3g}")
+epochs, batch, highest = map(float, sys.argv[2:])
+steps = ParquetFile(sys.argv[1]).metadata.num_rows * epochs / batch
+print(f"{min(steady_peak('cosine', steps), highest):.3g}")
 END
 }
 

@@ -4,8 +4,6 @@ import json
 import shutil
 import subprocess
 from contextlib import contextmanager
-from time import sleep
-from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -13,36 +11,27 @@ import pytest
 from model.formats.conversions import to_gguf
 from model.serve.answering import load_chat_model, prompt_ids
 from tests.formats.test_gguf import TALKS
-from tests.formats.test_ollama import tokenizer_with, write_answering
+from tests.formats.test_ollama import DECODERS, tokenizer_with, write_answering
 from tests.llama import NEW_TOKENS, answers_of
 from tests.nn.decoder.test_network import VARIANTS
+from tests.ollama import await_server
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.skipif(not shutil.which("llama-server"), reason="llama-server is not installed")
-FLOAT32_CACHE = ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
 
 
 @contextmanager
-def llama_server(path, log, *words):
-    """Address of a llama-server with this GGUF file, as docs/guide starts it; ends with the block."""
+def llama_server(path, log):
+    """Address of a llama-server with this GGUF file and a float32 cache; it ends with the block."""
     address = f"http://127.0.0.1:{free_port()}"
-    command = ["llama-server", "-m", path, "--jinja", "--port", address.rpartition(":")[2], "--threads", "1", *words]
+    command = ["llama-server", "-m", path, "--jinja", "--port", address.rpartition(":")[2], "--threads", "1"]
+    command += ["--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"]
     with open(log, "w") as written, subprocess.Popen(command, stdout=written, stderr=written) as process:
         try:
-            _await(address, process, log)
+            await_server(f"{address}/health", log)  # 503, an error, while the model is read
             yield address
         finally:
             process.terminate()
-
-
-def _await(address, process, log):
-    for _ in range(300):
-        try:
-            return urlopen(f"{address}/health", timeout=10)  # 503, an URLError, while the model is read
-        except URLError:
-            assert process.poll() is None, log.read_text()[-2000:]
-            sleep(0.1)
-    raise AssertionError(log.read_text()[-2000:])
 
 
 def ask(address, text):
@@ -54,9 +43,7 @@ def ask(address, text):
     return found["choices"][0]["message"]["content"], found["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize(
-    "name, variant", [("own", "qwen3"), ("qwen3", "qwen3"), ("qwen1_5", "qwen2"), ("llama3", "llama 3")]
-)
+@pytest.mark.parametrize("name, variant", DECODERS)
 def test_llama_server_s_greedy_answers_are_ours(tmp_path, name, variant):
     tokenizer, home = tokenizer_with(tmp_path / "tokenizer", name), tmp_path / "answers"
     write_answering(home, tokenizer, **VARIANTS[variant])
@@ -65,6 +52,6 @@ def test_llama_server_s_greedy_answers_are_ours(tmp_path, name, variant):
     chat = load_chat_model(home, "cpu")
     inputs = [prompt_ids(chat, [("user", text)], 128) for text in TALKS]
     wanted = [chat.tokenizer.backend.decode(ids) for ids in answers_of(chat, inputs)]  # no mark of a turn is shown
-    with llama_server(path, tmp_path / "log.txt", *FLOAT32_CACHE) as address:
+    with llama_server(path, tmp_path / "log.txt") as address:
         found = [ask(address, text) for text in TALKS]
     assert found == [*zip(wanted, map(len, inputs), strict=True)] and len({*wanted}) > 50

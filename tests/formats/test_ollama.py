@@ -39,6 +39,7 @@ ASKED = [
     *((talk, None) for talk in ([QUESTION], [SYSTEM, QUESTION], [QUESTION, ANSWER, QUESTION])),
     ([SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER, QUESTION], None),
 ]
+DECODERS = ("own", "qwen3"), ("qwen3", "qwen3"), ("qwen1_5", "qwen2"), ("llama3", "llama 3")  # template, network
 WITH_SWITCH = [*ASKED, ([QUESTION], True), ([QUESTION], False), ([SYSTEM, QUESTION, THOUGHT, QUESTION], None)]
 GO = """package main
 import ("encoding/json"; "os"; "strings"; "text/template")
@@ -170,9 +171,7 @@ def write_answering(directory, tokenizer, **changes):
 
 
 @needs_ollama
-@pytest.mark.parametrize(
-    "name, variant", [("own", "qwen3"), ("qwen3", "qwen3"), ("qwen1_5", "qwen2"), ("llama3", "llama 3")]
-)
+@pytest.mark.parametrize("name, variant", DECODERS)
 def test_ollama_s_greedy_answers_are_ours_but_for_near_ties_of_its_cache_in_float16(tmp_path, ollama, name, variant):
     tokenizer = tokenizer_with(tmp_path / "tokenizer", name)
     home = tmp_path / f"answers-{name}"
